@@ -1,0 +1,10 @@
+"""Generalized Tensor Parallelism for PyTorch: ``gtp_shard(module, mesh)``."""
+
+from ._composable import GTPModule, gtp_shard
+from ._init import materialize_meta
+from ._mesh import build_mesh
+from ._policy import GTPPolicy, WeightPlan
+from .clip import clip_grad_norm_
+
+__all__ = ["GTPModule", "GTPPolicy", "WeightPlan", "build_mesh", "clip_grad_norm_", "gtp_shard", "materialize_meta"]
+__version__ = "0.1.0"

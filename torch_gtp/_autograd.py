@@ -1,0 +1,235 @@
+"""The two autograd nodes of a use, and the saved-tensor hooks that bring a weight back in backward.
+
+[Note: one-step reduce deferral]
+A use has two nodes: ``UseWeight`` where the weight is used, and ``LandGradient`` between it and the parameter, made
+one weight *earlier*. The engine runs the ready node that was made last. When ``UseWeight`` of weight i has launched
+its reduction, ``LandGradient`` of weight i is ready but older than everything of weight i-1, so it runs right after
+``UseWeight`` of weight i-1 has launched the next one: each reduction has the backward of one weight to hide behind,
+and the gradient reaches ``AccumulateGrad`` as a finished value, once, with every hook in its place.
+
+What flows between the two nodes is an empty token. The gradient itself travels through ``Use.landings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from . import _collectives, _runtime
+from ._dtensor_layout import WeightLayout, make_dtensor
+from ._state import ParamState, Use
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class LandGradient(Function):
+    """Older node of a use: takes the reduced shard. See [Note: one-step reduce deferral]."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, use: Use) -> Tensor:
+        ctx.use = use
+        # On the parameter's device: the engine keeps one ready queue per device, and the order of nodes is per queue.
+        return torch.empty(0, device=source.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        use: Use = ctx.use
+        shard = _runtime.land_gradient(use)
+        if shard is None or use.param.bucket is not None:
+            return shard, None
+        return as_gradient(use.param, shard), None
+
+
+class UseWeight(Function):
+    """Younger node of a use: its forward hands out the gathered weight, its backward launches the reduction."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, use: Use, full: list[Tensor]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.use = use
+        return full.pop()  # not an argument of its own, else autograd would add a view
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, None, None]:
+        use: Use = ctx.use
+        param = use.param
+        _runtime.release_backward(use.root, param)
+        if grad is None:
+            use.landings.append(None)
+        else:
+            local, partial = local_gradient(grad, param.layout.tp_spec)
+            if use.bucket_use is not None:
+                local = use.bucket_use.settle_partial(param, local, partial)
+            if torch.is_grad_enabled() and local.requires_grad:
+                use.landings.append(reduce_scatter_differentiably(local, param))
+            else:
+                _runtime.issue_reduce(use, local)
+        return use.root.token_grad(param.shard().device), None, None
+
+
+def local_gradient(grad: Tensor, tp_spec: DTensorSpec | None) -> tuple[Tensor, bool]:
+    """The local part of a weight's gradient, and whether it still has to be summed over ``tp``."""
+    if not isinstance(grad, DTensor):
+        return grad, False
+    partial = False
+    if tp_spec is not None and grad.placements != tp_spec.placements:
+        partial = isinstance(tp_spec.placements[0], Replicate) and is_sum(grad.placements[0])
+        if not partial:
+            grad = cast(DTensor, grad.redistribute(placements=tp_spec.placements))
+    local = grad.to_local() if torch.is_grad_enabled() and grad.requires_grad else grad._local_tensor
+    return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local), partial
+
+
+def is_sum(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and placement.reduce_op == "sum"
+
+
+def as_gradient(param: ParamState, shard: Tensor) -> Tensor:
+    """A reduced local shard as the DTensor that ``AccumulateGrad`` expects."""
+    if shard.dtype != param.grad_dtype:
+        shard = shard.to(param.grad_dtype)
+    if shard.requires_grad:
+        return cast(Tensor, ToDTensor.apply(shard, param.layout))
+    return param.layout.dtensor(shard)
+
+
+# ---- create_graph: the same reductions as differentiable functions, waited for where they are issued
+
+
+class ToDTensor(Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, layout: WeightLayout) -> Tensor:
+        return layout.dtensor(shard.view_as(shard))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        return grad.to_local(), None
+
+
+class ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp) -> Tensor:
+        ctx.group, ctx.op = group, op
+        out = flat.new_empty(flat.numel() // group.size())
+        _collectives.reduce_scatter(out, flat.contiguous(), group, op).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gathered = cast(Tensor, AllGather.apply(grad, ctx.group))
+        return (gathered / ctx.group.size() if ctx.op == "avg" else gathered), None, None
+
+
+class AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = shard.new_empty(shard.numel() * group.size())
+        _collectives.all_gather(out, shard.contiguous(), group).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, ReduceScatter.apply(grad, ctx.group, "sum")), None
+
+
+class AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp) -> Tensor:
+        ctx.group, ctx.op = group, op
+        out = value.contiguous().clone()
+        _collectives.all_reduce(out, group, op).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return cast(Tensor, AllReduce.apply(grad, ctx.group, ctx.op)), None, None
+
+
+def reduce_scatter_differentiably(grad: Tensor, param: ParamState) -> Tensor:
+    layout = param.layout
+    assert param.group is not None and layout.shard_dim is not None
+    flat = grad.to(param.reduce_dtype)
+    if layout.is_padded:
+        padding = layout.chunk * layout.gtp_size - layout.tp_shape[layout.shard_dim]
+        after = [0, 0] * (flat.ndim - 1 - layout.shard_dim) + [0, padding]
+        flat = torch.nn.functional.pad(flat, after)
+    if layout.shard_dim != 0:
+        flat = flat.unflatten(layout.shard_dim, (layout.gtp_size, layout.chunk)).movedim(layout.shard_dim, 0)
+    out = cast(Tensor, ReduceScatter.apply(flat.reshape(-1), param.group, param.policy.reduce_op))
+    return layout.shard_from_chunk(out)
+
+
+# ---- saved-tensor hooks
+
+
+class PackedWeight:
+    """A saved tensor that is a view of a gathered weight: enough to take the same view of the next gather."""
+
+    __slots__ = ("node", "offset", "param", "root", "size", "spec", "steps", "stride", "version")
+
+    def __init__(self, use: Use, local: Tensor, spec: DTensorSpec | None):
+        self.root, self.param, self.node = use.root, use.param, use.node
+        self.size, self.stride, self.offset, self.spec = local.size(), local.stride(), local.storage_offset(), spec
+        self.steps = use.param.steps
+        # An outer wrapper that swaps parameters rewrites their storage on its own account.
+        self.version = use.param.shard()._version if use.param.unit is None else None
+
+
+class PackedElsewhere:
+    """A saved tensor that the hooks outside ours packed (checkpointing, offloading, ...)."""
+
+    __slots__ = ("unpack", "value")
+
+    def __init__(self, value: object, unpack: Callable[[Any], Tensor]):
+        self.value, self.unpack = value, unpack
+
+
+def push_saved_tensor_hooks(by_storage: dict[int, Use], rematerialize: Callable[[PackedWeight], Tensor]) -> bool:
+    """Push hooks that pack views of the weights in ``by_storage``; ``False`` where hooks are forbidden or ours are on top.
+
+    Only the innermost pair of hooks applies to a tensor, so everything that is not a weight is passed on to the pair
+    outside: checkpointing and offloading see the tensors that they would see without us.
+    """
+    outer = _top_hooks(True)
+    if outer is not None and getattr(outer[0], "by_storage", None) is by_storage:
+        return False
+
+    def pack(tensor: Tensor) -> object:
+        is_dtensor = type(tensor) is DTensor
+        local = tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
+        # Tensors without storage (meta-like subclasses) cannot be weights of ours; neither can another dtype's view.
+        use = by_storage.get(local.untyped_storage()._cdata) if by_storage else None
+        if use is not None and use.full is not None and local.dtype == use.full.dtype:
+            use.packed = True
+            return PackedWeight(use, local, tensor._spec if is_dtensor else None)  # type: ignore[attr-defined]
+        return tensor if outer is None else PackedElsewhere(outer[0](tensor), outer[1])
+
+    def unpack(packed: object) -> Tensor:
+        if type(packed) is PackedWeight:
+            view = rematerialize(packed).as_strided(packed.size, packed.stride, packed.offset)
+            return view if packed.spec is None else make_dtensor(view, packed.spec)
+        if type(packed) is PackedElsewhere:
+            return packed.unpack(packed.value)
+        return cast(Tensor, packed)
+
+    pack.by_storage = by_storage  # type: ignore[attr-defined]
+    try:
+        _push_hooks(pack, unpack)
+    except RuntimeError:
+        return False  # functorch transforms forbid hooks: weights stay alive as saved, which is right, only larger
+    return True
+
+
+def pop_saved_tensor_hooks() -> None:
+    _pop_hooks()

@@ -1,0 +1,495 @@
+"""When things run. One turn of a weight, in each direction, reads from top to bottom like the schedule::
+
+    forward, turn of weight i          backward, first look at weight i
+      gather i (if nobody foresaw it)    gather i (if nobody foresaw it)
+      gather i+1, i+2, ... (budget)      gather i-1, i-2, ... (budget)
+      LandGradient of i+1                wait for gather i
+      wait for gather i                  GEMMs of i
+      UseWeight of i, GEMM of i          reduce i (UseWeight), land i+1 (LandGradient)
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from . import _runtime
+from ._autograd import (
+    LandGradient,
+    PackedWeight,
+    UseWeight,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+)
+from ._chain import Direction
+from ._dtensor_layout import make_dtensor
+from ._replicate import make_buckets, replicated_value, source_of, tensor_parallel_spec
+from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use
+
+# ---- frames: one per open module call
+
+
+def open_frame(state: ModuleState) -> Frame:
+    """A wrapped module is entered. The outermost call begins a session."""
+    root = state.root
+    if not root.frames:
+        _begin_session(root)
+    frame = Frame(state)
+    root.frames.append(frame)
+    if state.needs_hooks and torch.is_grad_enabled():
+        frame.hooked = push_saved_tensor_hooks(root.by_storage, root.rematerialize)
+    return frame
+
+
+def close_frame(frame: Frame, *, failed: bool) -> None:
+    """A wrapped module is left: the weights that this call gathered are let go."""
+    root = frame.module.root
+    if frame.hooked:
+        pop_saved_tensor_hooks()
+    closed = root.frames.pop()
+    assert closed is frame, "module calls of one root must nest"
+    for use in frame.uses:
+        _let_go(root, use, failed=failed)
+    if not root.frames:
+        _end_session(root, failed=failed)
+
+
+def _begin_session(root: RootState) -> None:
+    if not root.initialized:
+        _initialize(root)
+    # A failed backward left its caches; a finished forward may have left weights for a backward that never came.
+    if torch._C._current_graph_task_id() == -1:
+        direction = Direction.FORWARD
+        abandon_backwards(root)
+        _runtime.drop_all_held(root, explicit=False)
+    else:
+        direction = Direction.RECOMPUTE
+    root.session = Session(root.chains, direction)
+
+
+def _end_session(root: RootState, *, failed: bool) -> None:
+    session = root.session
+    assert session is not None
+    root.session = None
+    if session.pending is not None:
+        session.pending.pending_use = None
+    # Nothing gathered survives the pass: the optimizer may rewrite the shards next.
+    _runtime.drain(root, session.walk.direction)
+    # Checkpointing ends a recomputation by an exception, as soon as it has what it needs.
+    if not failed or session.walk.direction is Direction.RECOMPUTE:
+        session.walk.finish()
+        _runtime.check_end_of_pass(root)
+
+
+# ---- forward
+
+
+def read_parameter(state: ModuleState, param: ParamState, stored: Any) -> Any:
+    """The value of a parameter attribute: materialized inside a call of the model, as stored outside."""
+    root = state.root
+    plain = False
+    if stored is not param.param:
+        if not isinstance(stored, DTensor):
+            if not _is_local_shard(stored, param):
+                return stored  # somebody put another tensor in place (functional_call, gathered(), ...): theirs
+            plain = True
+        elif param.layout.matches(stored):
+            param.adopt(stored)
+        elif root.frames:
+            raise ValueError(
+                f"{param.fqn}: the parameter was replaced by a DTensor of another layout: got {stored.placements} of shape "
+                f"{tuple(stored.shape)} on {stored.device_mesh}, expected {param.layout.spec.placements} of shape "
+                f"{tuple(param.layout.shape)} on {param.layout.mesh}; assign one with the same layout, or shard again"
+            )
+    if root.frames:
+        return _use(root, param, root.frames[-1], state, plain=plain)
+    if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+        # A checkpointed function is recomputed, outside the call of the module that ran it.
+        frame = open_frame(state)
+        try:
+            return _use(root, param, frame, state, plain=plain)
+        finally:
+            close_frame(frame, failed=True)
+    return stored
+
+
+def _is_local_shard(stored: Any, param: ParamState) -> bool:
+    local = param.param._local_tensor  # type: ignore[attr-defined]
+    return (
+        isinstance(stored, Tensor)
+        and stored.shape == local.shape
+        and stored.untyped_storage()._cdata == local.untyped_storage()._cdata
+    )
+
+
+def _use(root: RootState, param: ParamState, frame: Frame, reader: ModuleState, *, plain: bool) -> Tensor:
+    attach = param.param.requires_grad and torch.is_grad_enabled()
+    if not param.is_sharded:
+        value = _replicated(root, param, attach=attach)
+    else:
+        use = param.use
+        if use is None:
+            if frame.module is not reader:
+                _learn_reader(frame, reader)
+            use = _turn(root, param, frame, attach=attach)
+        if attach and use.attached is None:
+            use.attached = _attach(root, use)
+        value = use.attached if attach else use.full  # type: ignore[assignment]
+        assert value is not None
+        if not attach and not plain and param.layout.tp_spec is not None:
+            value = make_dtensor(value, tensor_parallel_spec(param, value.dtype))
+    if plain and isinstance(value, DTensor):
+        return value.to_local() if attach else value._local_tensor
+    return value
+
+
+def _turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> Use:
+    """One weight's turn in a forward."""
+    session = root.session
+    assert session is not None and param.gathers is not None
+    walk, direction = session.walk, session.walk.direction
+    walk.advance(param.index)
+    use, param.pending_use = param.pending_use or Use(root, param), None
+
+    full = _runtime.held_full(root, param)
+    if full is None and param.gathers[direction].state is GatherState.SHARDED:
+        _runtime.issue_gather(root, param, direction)
+    walk.arrived(param.index)
+    if root.policy.prefetch:
+        walk.issue_ahead(root.lookahead, root.size_of, root.prefetchers[direction])
+    if attach:
+        _prepare_landing(root, session, param)
+    if full is None:
+        full = _runtime.wait_gather(root, param, direction)
+
+    use.full = full
+    param.use = use
+    frame.uses.append(use)
+    root.by_storage[full.untyped_storage()._cdata] = use
+    return use
+
+
+def _prepare_landing(root: RootState, session: Session, param: ParamState) -> None:
+    """Make the older node of the next weight's use now. See [Note: one-step reduce deferral]."""
+    index = session.walk.next
+    if session.pending is not None:
+        if session.pending.pending_use is not None and session.pending.index != index:
+            session.pending.pending_use = None  # foreseen, not used
+        session.pending = None
+    if index is None:
+        return
+    following = root.params[index]
+    if following.unit is not param.unit or following.pending_use is not None:
+        # A deferral may not leave the outer FSDP unit: its reduction would run before this gradient lands.
+        return
+    if following.current() is None or not following.param.requires_grad:
+        return
+    following.pending_use = Use(root, following)
+    _make_landing_node(root, session, following.pending_use)
+    session.pending = following
+
+
+def _make_landing_node(root: RootState, session: Session, use: Use) -> None:
+    source, use.bucket_use = source_of(root, session, use.param)
+    use.token = cast(Tensor, LandGradient.apply(source, use))
+
+
+def _attach(root: RootState, use: Use) -> Tensor:
+    """Tie a gathered weight to its parameter: the younger node of the use."""
+    assert root.session is not None and use.full is not None
+    param = use.param
+    if use.token is None:
+        _make_landing_node(root, root.session, use)
+    # A tensor of its own becomes the output; ``use.full`` stays free of the graph that hangs on it.
+    if param.layout.tp_spec is not None:
+        output: Tensor = make_dtensor(use.full, tensor_parallel_spec(param, use.full.dtype))
+    else:
+        output = use.full.detach()
+    attached = cast(Tensor, UseWeight.apply(use.token, use, [output]))
+    use.token = None
+    use.node = attached.grad_fn
+    return attached
+
+
+def _replicated(root: RootState, param: ParamState, *, attach: bool) -> Tensor:
+    if not attach:
+        return replicated_value(param)
+    assert root.session is not None
+    source, bucket_use = source_of(root, root.session, param)
+    if bucket_use is not None:
+        return source
+    # No ranks to reduce over: the local tensor of the parameter, cast for compute.
+    local = cast(DTensor, param.param).to_local()
+    if param.compute_dtype is not None:
+        local = local.to(param.compute_dtype)
+    if param.layout.tp_spec is None:
+        return local
+    spec = tensor_parallel_spec(param, local.dtype)
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.tensor_meta.stride
+    )
+
+
+def _let_go(root: RootState, use: Use, *, failed: bool) -> None:
+    """The frame of a use closes. Usually its buffer goes; two kinds stay for the backward that follows."""
+    param, full = use.param, use.full
+    assert full is not None and param.gathers is not None and root.session is not None
+    param.use = None
+    root.by_storage.pop(full.untyped_storage()._cdata, None)
+    use.full = use.attached = use.node = None  # the node refers to the use: let go of one end
+    walk = root.session.walk
+    if param.gathers[walk.direction].state is not GatherState.READY:
+        return  # it was held already
+    buffer = _runtime.release(param, walk.direction)
+    assert buffer is not None
+    if failed or not use.packed or walk.direction is not Direction.FORWARD:
+        return
+    if not param.policy.reshard_after_forward:
+        _runtime.hold(root, param, buffer, explicit=False)
+    elif walk.foresees_end and root.policy.prefetch:
+        # The last weight of the forward is the first of the backward that follows at once.
+        _runtime.hold(root, param, buffer, explicit=False)
+        root.tail = param
+
+
+def _learn_reader(frame: Frame, reader: ModuleState) -> None:
+    """A module read another's weight. From the next call on, both it and the owner's parent pack what they save."""
+    frame.module.reads_children = True
+    parent = reader.parent() if reader.parent is not None else None
+    if parent is not None:
+        reader.root.wrap_reader(parent)
+
+
+# ---- backward
+
+
+def rematerialize(packed: PackedWeight) -> Tensor:
+    """A saved view of a weight is needed again: bring the weight back, and the next ones of this backward."""
+    root, param = packed.root, packed.param
+    _check_unchanged(packed)
+    running = _backward_pass(root)
+    if running is None:
+        return _gather_once(root, param)
+    full = running.cached.get(param.index)
+    if full is None:
+        full = _backward_turn(root, running, param)
+    passing = running.passing
+    if passing is not None and passing is not param:
+        # Nothing of it will land (frozen, or its gradient is not asked for), so nothing else would end its stay.
+        _drop_cached(running, passing)
+        running.passing = None
+    if packed.node is None or not torch._C._will_engine_execute_node(packed.node):
+        running.passing = param
+    return full
+
+
+def _backward_turn(root: RootState, running: BackwardPass, param: ParamState) -> Tensor:
+    """One weight's turn in a backward."""
+    assert param.gathers is not None
+    walk, gather = running.walk, param.gathers[Direction.BACKWARD]
+    walk.advance(param.index)
+    full = _runtime.held_full(root, param)
+    if full is not None and root.tail is param:
+        _runtime.drop_held(root, param)
+    if full is None:
+        if gather.state is GatherState.SHARDED:
+            _runtime.issue_gather(root, param, Direction.BACKWARD)
+    walk.arrived(param.index)
+    if root.policy.prefetch:
+        walk.issue_ahead(root.lookahead, root.size_of, root.prefetchers[Direction.BACKWARD])
+    if full is None:
+        if gather.state is GatherState.GATHERING:
+            full = _runtime.wait_gather(root, param, Direction.BACKWARD)
+        else:  # an enclosing backward holds it
+            assert gather.buffer is not None
+            full = param.layout.full_from_chunks(gather.buffer)
+    running.cached[param.index] = full
+    return full
+
+
+def _backward_pass(root: RootState) -> BackwardPass | None:
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        return None
+    running = root.passes.get(task)
+    if running is None:
+        running = root.passes[task] = BackwardPass(root.chains)
+
+        def end() -> None:
+            finished = root.passes.pop(task, None)
+            if finished is not None:
+                _end_backward(root, finished)
+                finished.walk.finish()
+                _runtime.check_end_of_pass(root)
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+    return running
+
+
+def abandon_backwards(root: RootState) -> None:
+    """Clean up after backwards that an exception ended: the engine runs no callback then."""
+    while root.passes:
+        _, running = root.passes.popitem()
+        _end_backward(root, running)
+
+
+def _end_backward(root: RootState, running: BackwardPass) -> None:
+    for index in list(running.cached):
+        _drop_cached(running, root.params[index])
+    if root.passes:
+        return  # a reentrant checkpoint's backward, inside another that goes on
+    # Nothing gathered survives the pass: the optimizer may rewrite the shards next.
+    _runtime.drain(root, Direction.BACKWARD)
+    if root.is_last_backward:
+        _runtime.drop_all_held(root, explicit=False)
+
+
+def _drop_cached(running: BackwardPass, param: ParamState) -> None:
+    if running.cached.pop(param.index, None) is not None:
+        _runtime.release_if_ready(param, Direction.BACKWARD)
+
+
+def _gather_once(root: RootState, param: ParamState) -> Tensor:
+    """Somebody looks at a saved tensor outside any backward."""
+    _runtime.issue_gather(root, param, Direction.RECOMPUTE)
+    full = _runtime.wait_gather(root, param, Direction.RECOMPUTE)
+    _runtime.release(param, Direction.RECOMPUTE)
+    return full
+
+
+def _check_unchanged(packed: PackedWeight) -> None:
+    param = packed.param
+    if packed.steps != param.steps or (packed.version is not None and packed.version != param.shard()._version):
+        raise RuntimeError(
+            f"{param.fqn}: the weight was modified (by an optimizer step or in place) between the forward and this "
+            "backward, which needs the value that the forward used"
+        )
+
+
+# ---- prefetch
+
+
+def prefetch(root: RootState, direction: Direction, index: int) -> bool:
+    """Gather a weight ahead of its use; ``False`` where none is needed."""
+    param = root.params[index]
+    assert param.gathers is not None
+    if param.held is not None or param.gathers[direction].state is not GatherState.SHARDED:
+        return False
+    if param.current() is None:
+        raise StopIteration  # an outer FSDP unit still holds it sharded: not before that unit is entered
+    _runtime.issue_gather(root, param, direction)
+    return True
+
+
+# ---- first call
+
+
+def install(root: RootState) -> None:
+    """Give a root the callables that its hot paths need, bound once and without a cycle back to it."""
+    reference = weakref.ref(root)
+
+    def prefetcher(direction: Direction) -> Any:
+        def issue(index: int) -> bool:
+            return prefetch(cast(RootState, reference()), direction, index)
+
+        return issue
+
+    params = root.params
+    root.size_of = lambda index: params[index].full_bytes
+    root.prefetchers = tuple(prefetcher(direction) for direction in Direction)
+    root.rematerialize = rematerialize
+
+
+def _initialize(root: RootState) -> None:
+    """What waits for the first call: by now the model is complete and outer wrappers are in place."""
+    module = root.module()
+    _find_units(root, module)
+    make_buckets(root)
+    if root.policy.lookahead_bytes is None:
+        root.lookahead = block_bytes(root, module)
+    root.initialized = True
+
+
+def _find_units(root: RootState, top: nn.Module | None) -> None:
+    """Which outer FSDP unit each parameter belongs to, and each wrapped module's parent."""
+    if top is None:
+        return
+
+    def walk(module: nn.Module, unit: object, parent: nn.Module | None) -> None:
+        if isinstance(module, FSDPModule):
+            unit = weakref.ref(module)
+        state: ModuleState | None = module.__dict__.get("_gtp")
+        if state is not None and state.root is root:
+            state.parent = weakref.ref(parent) if parent is not None else None
+            for param in state.entries.values():
+                param.unit = unit
+        for child in module.children():
+            walk(child, unit, module)
+
+    walk(top, None, None)
+
+
+def block_bytes(root: RootState, top: nn.Module | None) -> int:
+    """One block's worth of full weights: the most that an element of a list of modules holds.
+
+    An element with a single weight is no block: two neighbours count then. Without lists: the two largest weights.
+    """
+    sizes = sorted((param.full_bytes for param in root.sharded()), reverse=True)
+    best = 0
+    for container in top.modules() if top is not None else ():
+        if not isinstance(container, nn.ModuleList | nn.Sequential):
+            continue
+        held = [_weights_under(child, root) for child in container]
+        held = [weights for weights in held if weights]
+        totals = [sum(param.full_bytes for param in weights) for weights in held]
+        if len(totals) < 2:
+            continue
+        if max(len(weights) for weights in held) == 1:
+            totals = [first + second for first, second in zip(totals, totals[1:], strict=False)]
+        best = max(best, *totals)
+    return best or sum(sizes[:2])
+
+
+def _weights_under(module: nn.Module, root: RootState) -> list[ParamState]:
+    found: dict[int, ParamState] = {}
+    for child in module.modules():
+        state: ModuleState | None = child.__dict__.get("_gtp")
+        if state is not None and state.root is root:
+            found.update((param.index, param) for param in state.entries.values() if param.is_sharded)
+    return list(found.values())
+
+
+# ---- what ends the freshness of kept weights
+
+
+def forget_held(root: RootState) -> None:
+    """A load rewrites shards: no gathered copy may outlive it."""
+    _runtime.drop_all_held(root, explicit=True)
+
+
+def before_optimizer_step(root: RootState, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer is about to rewrite shards; it leaves no trace in their version counters."""
+    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    if not root.frames:
+        abandon_backwards(root)
+    for identity, (reference, fqn) in root.originals.items():
+        if identity in stepped and reference() is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} holds {fqn} as it was before gtp_shard replaced it, and would train a tensor that "
+                "the model no longer uses; build the optimizer after gtp_shard, from model.parameters()"
+            )
+    touched = [param for param in root.params if id(param.param) in stepped]
+    for param in touched:
+        param.steps += 1
+        if param.held is not None:
+            _runtime.drop_held(root, param)
+    if touched and root.gathered_depth:
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() inside gathered(): leaving it writes the gathered weights back over the "
+            "step; move the step out of the block"
+        )

@@ -1,0 +1,217 @@
+"""The verbs: the only code that moves a gather or a reduction from one state to the next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _buffers, _collectives
+from ._chain import Direction
+from ._state import GatherState, Held, Landing, ParamState, RootState, Use
+
+_REDUCE_CODE, _END_CODE = 3, 4
+_CODE_NAMES = ("forward gather", "backward gather", "recompute gather", "gradient reduction", "end of pass")
+
+
+def issue_gather(root: RootState, param: ParamState, direction: Direction) -> None:
+    """Start gathering ``param`` for ``direction``: SHARDED -> GATHERING."""
+    assert param.gathers is not None and param.group is not None
+    gather, layout = param.gathers[direction], param.layout
+    shard = param.shard()
+    if shard.device.type == "meta":
+        raise ValueError(
+            f"{param.fqn}: forward on a parameter that is still on the meta device; initialise it first, for "
+            "example with torch_gtp.materialize_meta(model, seed)"
+        )
+    if root.policy.check:
+        compare_ranks(param, direction)
+    gather.move(GatherState.GATHERING)
+    buffer = _buffers.allocate(layout.gathered_numel, param.wire_dtype, shard.device)
+    if shard.dtype == param.wire_dtype and shard.numel() == param.chunk_numel and shard.is_contiguous():
+        source = shard.view(-1)
+    else:
+        # The cast and the pad write this rank's own slot of the result, which the gather then need not copy.
+        source = buffer.narrow(0, layout.gtp_rank * param.chunk_numel, param.chunk_numel)
+        layout.shard_from_chunk(source).copy_(shard)
+    with param.gather_label:
+        gather.handle = _collectives.all_gather(buffer, source, param.group)
+    gather.buffer, gather.source = buffer, source
+    root.in_flight[direction][param.index] = param
+
+
+def wait_gather(root: RootState, param: ParamState, direction: Direction) -> Tensor:
+    """Make the gathered weight readable on the current stream: GATHERING -> READY. Returns the full TP slice."""
+    assert param.gathers is not None
+    gather = param.gathers[direction]
+    assert gather.buffer is not None
+    # Closes the read-before-write hazard between the gather and the GEMM.
+    _wait(gather.handle, param, _CODE_NAMES[direction])
+    gather.move(GatherState.READY)
+    gather.handle = gather.source = None
+    del root.in_flight[direction][param.index]
+    return param.layout.full_from_chunks(gather.buffer)
+
+
+def release(param: ParamState, direction: Direction) -> Tensor | None:
+    """Let go of a gathered weight: READY -> SHARDED. Returns the buffer for whoever wants to keep it."""
+    assert param.gathers is not None
+    gather = param.gathers[direction]
+    gather.move(GatherState.SHARDED)
+    buffer, gather.buffer = gather.buffer, None
+    return buffer
+
+
+def release_backward(root: RootState, param: ParamState) -> None:
+    """The gradient of a use is there, so its backward has read the weight for the last time."""
+    running = root.passes.get(torch._C._current_graph_task_id())
+    if running is not None and running.cached.pop(param.index, None) is not None:
+        release_if_ready(param, Direction.BACKWARD)
+    if param.held is not None and not param.held.explicit and root.is_last_backward:
+        drop_held(root, param)
+
+
+def release_if_ready(param: ParamState, direction: Direction) -> None:
+    assert param.gathers is not None
+    if param.gathers[direction].state is GatherState.READY:
+        release(param, direction)
+
+
+def drain(root: RootState, direction: Direction) -> None:
+    """Give up every gather of a direction that was issued and never used: GATHERING -> SHARDED.
+
+    Nothing gathered may survive the end of a pass: an optimizer changes shards without a trace in their version.
+    """
+    in_flight = root.in_flight[direction]
+    while in_flight:
+        _, param = in_flight.popitem()
+        assert param.gathers is not None
+        gather = param.gathers[direction]
+        # The collective still writes the buffer: it may not be freed before.
+        _wait(gather.handle, param, _CODE_NAMES[direction])
+        gather.move(GatherState.SHARDED)
+        gather.buffer = gather.source = gather.handle = None
+
+
+def hold(root: RootState, param: ParamState, buffer: Tensor, *, explicit: bool) -> None:
+    """Keep a gathered buffer beyond its pass."""
+    shard = param.shard()
+    param.held = Held(buffer, shard, shard._version, explicit)
+    root.keepers[param.index] = param
+
+
+def held_full(root: RootState, param: ParamState) -> Tensor | None:
+    """The kept full weight, unless the shard was replaced or written since."""
+    held = param.held
+    if held is None:
+        return None
+    shard = param.shard()
+    if shard is held.shard or (
+        shard.untyped_storage()._cdata == held.shard.untyped_storage()._cdata and shard.shape == held.shard.shape
+    ):
+        if shard._version == held.version:
+            return param.layout.full_from_chunks(held.buffer)
+    drop_held(root, param)
+    return None
+
+
+def drop_held(root: RootState, param: ParamState) -> None:
+    param.held = None
+    root.keepers.pop(param.index, None)
+    if root.tail is param:
+        root.tail = None
+
+
+def drop_all_held(root: RootState, *, explicit: bool) -> None:
+    """Forget kept weights: at the next forward, before an optimizer step (``explicit`` ones too), at a load."""
+    for param in list(root.keepers.values()):
+        if explicit or (param.held is not None and not param.held.explicit):
+            drop_held(root, param)
+
+
+def issue_reduce(use: Use, grad: Tensor) -> None:
+    """Start reduce-scattering a full weight gradient. The caller's tensor is never written."""
+    param = use.param
+    layout = param.layout
+    assert param.group is not None
+    if use.root.policy.check:
+        compare_ranks(param, _REDUCE_CODE)
+    source = layout.chunks_from_full(grad, param.reduce_dtype)
+    out = source.new_empty(param.chunk_numel)
+    with param.reduce_label:
+        handle = _collectives.reduce_scatter(out, source, param.group, param.policy.reduce_op)
+    use.landings.append(Landing(handle, out, source))
+    if not param.policy.async_reduction:
+        _wait(handle, param, _CODE_NAMES[_REDUCE_CODE])
+
+
+def land_gradient(use: Use) -> Tensor | None:
+    """The shard's reduced gradient: LAUNCHED -> LANDED. ``None`` if the use received no gradient."""
+    landing = use.landings.pop() if use.landings else None
+    if landing is None or isinstance(landing, Tensor):
+        return landing
+    # Closes two hazards: reading the output before it is written, and freeing the input while it is read.
+    _wait(landing.handle, use.param, _CODE_NAMES[_REDUCE_CODE])
+    landing.move_to_landed(use.param.fqn)
+    landing.source = landing.handle = None
+    return use.param.layout.shard_from_chunk(landing.out)
+
+
+def wait_reduction(handle: _collectives.Handle, params: list[ParamState]) -> None:
+    """Wait for a bucket's collective."""
+    _wait(handle, params[0], "reduction over the replicate axes of the bucket")
+
+
+def compare_ranks(param: ParamState | None, code: int, *, group_of: ParamState | None = None) -> None:
+    """``policy.check``: raise on every rank when the ranks of a gather group are about to do different things."""
+    owner = param if param is not None else group_of
+    assert owner is not None and owner.group is not None
+    if param is None:
+        mine = [code, -1, 0, 0]
+    else:
+        dtype = param.wire_dtype if code < _REDUCE_CODE else param.reduce_dtype
+        mine = [code, param.index, param.layout.gathered_numel, _dtype_code(dtype)]
+    theirs = _collectives.exchange_ints(mine, owner.group, owner.shard().device)
+    if all(other == mine for other in theirs):
+        return
+    root_params = _names_by_index(owner)
+    lines = [
+        f"gtp_remat rank {rank}: {_CODE_NAMES[kind]}" + (f" of {root_params.get(index, index)}" if index >= 0 else "")
+        for rank, (kind, index, _, _) in enumerate(theirs)
+    ]
+    raise RuntimeError(
+        "ranks of one gtp_remat group do different things; every rank must use the same weights in the same order:\n  "
+        + "\n  ".join(lines)
+    )
+
+
+def check_end_of_pass(root: RootState) -> None:
+    """``policy.check``: a rank that leaves the pass early meets the others' next gather here."""
+    if root.policy.check:
+        seen: list[object] = []
+        for param in root.sharded():
+            if all(param.group is not group for group in seen):
+                seen.append(param.group)
+                compare_ranks(None, _END_CODE, group_of=param)
+
+
+def _wait(handle: _collectives.Handle | None, param: ParamState, what: str) -> None:
+    assert handle is not None
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch_gtp: the {what} of {param.fqn} did not complete; a rank may have used another weight, or none "
+            f"(GTPPolicy(check=True) finds out which): {error}"
+        ) from error
+
+
+def _dtype_code(dtype: torch.dtype) -> int:
+    return sum(ord(letter) << (8 * (i % 7)) for i, letter in enumerate(str(dtype)))
+
+
+def _names_by_index(owner: ParamState) -> dict[int, str]:
+    for reference in owner.owners:
+        module = reference.module()
+        if module is not None and "_gtp" in module.__dict__:
+            return {param.index: param.fqn for param in module.__dict__["_gtp"].root.params}
+    return {}

@@ -1,0 +1,318 @@
+"""What is remembered: one ``RootState`` per sharded model, one ``ParamState`` per parameter.
+
+Ownership is acyclic, so that ``del model`` frees everything at once: modules own their ``ModuleState``, that owns the
+root's state, the root owns its parameters' states, and those refer back to modules weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from . import _collectives
+from ._chain import Chains, Direction, Pass
+from ._dtensor_layout import WeightLayout
+from ._policy import GTPPolicy
+
+if TYPE_CHECKING:
+    from ._replicate import Bucket, BucketUse
+
+
+class GatherState(IntEnum):
+    """Where one weight's gather stands in one direction."""
+
+    SHARDED = 0  # nothing but the shard
+    GATHERING = 1  # a collective writes the buffer; nobody may read it
+    READY = 2  # the buffer holds the full weight
+
+
+_GATHER_MOVES = frozenset(
+    {
+        (GatherState.SHARDED, GatherState.GATHERING),
+        (GatherState.GATHERING, GatherState.READY),
+        (GatherState.GATHERING, GatherState.SHARDED),  # given up after its wait: prefetched, never used
+        (GatherState.READY, GatherState.SHARDED),
+    }
+)
+
+
+class ReduceState(IntEnum):
+    """Where the reduction of one use's gradient stands."""
+
+    LAUNCHED = 0  # a collective reads its input and writes the shard's gradient
+    LANDED = 1  # the shard's gradient was handed to autograd
+
+
+class Gather:
+    """The gather of one weight in one direction: its state, its buffer while it has one."""
+
+    __slots__ = ("buffer", "handle", "name", "source", "state")
+
+    def __init__(self, name: str):
+        self.name = name
+        self.state = GatherState.SHARDED
+        self.buffer: Tensor | None = None
+        self.source: Tensor | None = None
+        self.handle: _collectives.Handle | None = None
+
+    def move(self, to: GatherState) -> None:
+        if (self.state, to) not in _GATHER_MOVES:
+            raise RuntimeError(f"{self.name}: gather state {self.state.name} -> {to.name} is not allowed")
+        self.state = to
+
+
+class Landing:
+    """One gradient reduction in flight. ``source`` stays alive until the wait: the collective reads it."""
+
+    __slots__ = ("handle", "out", "source", "state")
+
+    def __init__(self, handle: _collectives.Handle | None, out: Tensor, source: Tensor | None):
+        self.handle = handle
+        self.out = out
+        self.source = source
+        self.state = ReduceState.LAUNCHED
+
+    def move_to_landed(self, name: str) -> None:
+        if self.state is not ReduceState.LAUNCHED:
+            raise RuntimeError(f"{name}: reduce state {self.state.name} -> LANDED is not allowed")
+        self.state = ReduceState.LANDED
+
+
+class Held(NamedTuple):
+    """A gathered buffer kept beyond its pass, and what it must match to still be fresh."""
+
+    buffer: Tensor
+    shard: Tensor
+    version: int
+    explicit: bool  # asked for by ``unshard()``; stays over forwards
+
+
+class Owner(NamedTuple):
+    """A module that has the parameter among its own, and under which name."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+
+
+class ParamState:
+    """One parameter of a root, shared by every module that it is tied to."""
+
+    __slots__ = (
+        "__weakref__", "bucket", "chunk_numel", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathers", "group",
+        "held", "index", "layout", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy", "reduce_label",
+        "steps", "unit", "unsynced", "use",
+    )  # fmt: skip
+
+    def __init__(self, fqn: str, param: nn.Parameter, layout: WeightLayout, policy: GTPPolicy):
+        self.fqn = fqn
+        self.param = param
+        self.layout = layout
+        self.policy = policy
+        self.origin: object = None  # shared by all that were one tensor before sharding
+        self.owners: list[Owner] = []
+        self.index = -1
+        self.compute_dtype = policy.mp.param_dtype if param.dtype.is_floating_point else None
+        self.partial_over_tp = False  # declared by a tensor-parallel style; DTensor gradients say it themselves
+        self.unit: object = None
+        self.bucket: Bucket | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.gathers: tuple[Gather, Gather, Gather] | None = None
+        self.held: Held | None = None
+        self.use: Use | None = None  # open in some frame of the forward that is running
+        self.pending_use: Use | None = None  # prepared one weight ahead
+        self.unsynced = False  # ``param.grad`` holds a part that the replicate axes have not reduced
+        self.steps = 0  # optimizer steps seen
+        self.chunk_numel = 0
+        self.full_bytes = 0
+        if layout.shard_dim is not None:
+            self.group = layout.mesh.get_group("gtp_remat")
+            self.chunk_numel = _collectives.numel(layout.chunk_shape)
+            self.full_bytes = layout.gathered_numel * self.wire_dtype.itemsize
+        self.rename(fqn)
+
+    def rename(self, fqn: str) -> None:
+        self.fqn = fqn
+        self.gather_label = _collectives.fast_label(f"GTP::{fqn}::gather")
+        self.reduce_label = _collectives.fast_label(f"GTP::{fqn}::reduce")
+        if self.is_sharded:
+            self.gathers = (Gather(fqn), Gather(fqn), Gather(fqn))
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.layout.shard_dim is not None
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of a gather."""
+        return self.compute_dtype or self.param.dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype of a gradient reduction."""
+        return self.policy.mp.reduce_dtype or self.wire_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return getattr(self.param, "grad_dtype", None) or self.param.dtype
+
+    def current(self) -> nn.Parameter | None:
+        """The parameter that the model holds now, if it has this layout.
+
+        Read from the module each time: an outer ``fully_shard`` swaps parameters in and out, users replace them.
+        """
+        for owner in self.owners:
+            module = owner.module()
+            if module is None:
+                continue
+            stored = module._parameters.get(owner.name)
+            if stored is self.param:
+                return self.param
+            if isinstance(stored, DTensor):
+                return self.adopt(stored) if self.layout.matches(stored) else None
+        return self.param
+
+    def adopt(self, stored: Any) -> nn.Parameter:
+        self.param = stored
+        return self.param
+
+    def shard(self) -> Tensor:
+        """The local shard, outside autograd."""
+        local = self.param._local_tensor  # type: ignore[attr-defined]
+        return local.detach() if local.requires_grad else local
+
+
+class Use:
+    """One materialization of a weight, from its gather to the landing of its gradient.
+
+    The forward's frame holds ``full`` and ``attached`` and lets go of them when it closes; the two autograd nodes
+    keep the rest. ``landings`` links the node that launches a reduction to the one that lands it: per use, so that a
+    failed backward cannot leave a stale entry for the next.
+    """
+
+    __slots__ = ("attached", "bucket_use", "full", "landings", "node", "packed", "param", "root", "token")
+
+    def __init__(self, root: RootState, param: ParamState):
+        self.root = root
+        self.param = param
+        self.token: Tensor | None = None
+        self.full: Tensor | None = None
+        self.attached: Tensor | None = None
+        self.bucket_use: BucketUse | None = None
+        self.node: Any = None
+        self.packed = False
+        self.landings: list[Landing | Tensor | None] = []
+
+
+class Frame:
+    """One open module call: the weights it gathered and whether it pushed saved-tensor hooks."""
+
+    __slots__ = ("hooked", "module", "uses")
+
+    def __init__(self, module: ModuleState):
+        self.module = module
+        self.uses: list[Use] = []
+        self.hooked = False
+
+
+class Session:
+    """One outermost call into the model: its walk along a chain and its gradient buckets."""
+
+    __slots__ = ("bucket_uses", "pending", "walk")
+
+    def __init__(self, chains: Chains[int], direction: Direction):
+        self.walk: Pass[int] = Pass(chains, direction)
+        self.bucket_uses: dict[tuple[int, int], BucketUse] = {}
+        self.pending: ParamState | None = None
+
+
+class BackwardPass:
+    """One graph task: the weights that its saved tensors brought back."""
+
+    __slots__ = ("cached", "passing", "walk")
+
+    def __init__(self, chains: Chains[int]):
+        self.walk: Pass[int] = Pass(chains, Direction.BACKWARD)
+        self.cached: dict[int, Tensor] = {}
+        self.passing: ParamState | None = None  # nothing will land for it: goes when another weight comes
+
+
+class ModuleState:
+    """What a wrapped module knows: its root and its own parameters' states."""
+
+    __slots__ = ("casts", "entries", "mesh", "parent", "reads_children", "root", "self_ref")
+
+    def __init__(self, module: nn.Module, root: RootState):
+        self.self_ref = weakref.ref(module)
+        self.root = root
+        self.entries: dict[str, ParamState] = {}
+        self.casts: GTPPolicy | None = None  # set, with the mesh, on modules that gtp_shard was called on
+        self.mesh: DeviceMesh | None = None
+        self.parent: weakref.ref[nn.Module] | None = None
+        self.reads_children = False
+
+    @property
+    def needs_hooks(self) -> bool:
+        """Whether calls of this module may save gathered weights for backward."""
+        return self.reads_children or any(entry.is_sharded for entry in self.entries.values())
+
+
+class RootState:
+    """Everything that one sharded model shares. Two models never share anything."""
+
+    def __init__(self, module: nn.Module, policy: GTPPolicy):
+        self.module = weakref.ref(module)
+        self.policy = policy
+        self.params: list[ParamState] = []
+        self.originals: dict[int, tuple[weakref.ref[Any], str]] = {}  # tensors replaced by sharding
+        self.initialized = False
+        self.lookahead = policy.lookahead_bytes or 0
+        self.size_of: Callable[[int], int] = _not_installed
+        self.prefetchers: tuple[Callable[[int], bool], ...] = ()
+        self.rematerialize: Callable[..., Tensor] = _not_installed
+        self.wrap_reader: Callable[[nn.Module], None] = _not_installed
+        self.token_grads: dict[torch.device, Tensor] = {}
+        # the forward that is running
+        self.frames: list[Frame] = []
+        self.session: Session | None = None
+        self.by_storage: dict[int, Use] = {}
+        # backwards that are running, by graph task
+        self.passes: dict[int, BackwardPass] = {}
+        # gathers in flight, by direction
+        self.in_flight: tuple[dict[int, ParamState], ...] = ({}, {}, {})
+        self.chains: Chains[int] = Chains()
+        self.tail: ParamState | None = None
+        self.keepers: dict[int, ParamState] = {}  # parameters with a held buffer
+        # switches
+        self.sync_gradients = True
+        self.is_last_backward = True
+        self.gathered_depth = 0
+        # groups and buckets, made at the first forward
+        self.groups: dict[Any, dist.ProcessGroup | None] = {}
+        self.buckets: list[Bucket] = []
+        self.flush_task = -1  # the graph task at whose end unsynchronised gradients are reduced
+
+    def add(self, params: Iterable[ParamState]) -> None:
+        for param in params:
+            param.index = len(self.params)
+            self.params.append(param)
+
+    def sharded(self) -> list[ParamState]:
+        return [param for param in self.params if param.is_sharded]
+
+    def token_grad(self, device: torch.device) -> Tensor:
+        token = self.token_grads.get(device)
+        if token is None:
+            token = self.token_grads[device] = torch.empty(0, device=device)
+        return token
+
+
+def _not_installed(*_: Any) -> Any:
+    raise AssertionError("a root is used before _hooks.install")
