@@ -81,7 +81,7 @@ def wrap(module: nn.Module, root: RootState, names: tuple[str, ...], mixin: type
     """Make ``module`` an instance of the wrapped class of its own class, and give it a state."""
     state = state_of(module)
     if state is None:
-        state = module.__dict__["_gtp"] = ModuleState(module, root)
+        state = module.__dict__["_gtp"] = ModuleState(root)
     state.root = root
     mine = vars(type(module))  # not inherited: an outer fully_shard may have made a subclass of ours
     base: type[nn.Module] = mine.get("_gtp_base", type(module))

@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import _collectives, _runtime
 from ._dtensor_layout import WeightLayout, make_dtensor
-from ._state import ParamState, Use
+from ._state import ParamState, Use, version_of
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -45,7 +45,7 @@ class LandGradient(Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
         use: Use = ctx.use
         shard = _runtime.land_gradient(use)
-        if shard is None or use.param.bucket is not None:
+        if shard is None or use.param.bucket >= 0:
             return shard, None
         return as_gradient(use.param, shard), None
 
@@ -103,13 +103,22 @@ def as_gradient(param: ParamState, shard: Tensor) -> Tensor:
     return param.layout.dtensor(shard)
 
 
+# Function.apply spends most of its time on functorch, whose transforms never come here (see _hooks._use).
+land_gradient_node: Callable[[Tensor, Use], Tensor] = super(Function, LandGradient).apply
+use_weight_node: Callable[[Tensor, Use, list[Tensor]], Tensor] = super(Function, UseWeight).apply
+
+
 # ---- create_graph: the same reductions as differentiable functions, waited for where they are issued
+#
+# Their derivatives follow what a gradient means under gtp_shard: that of a full tensor on one rank is this rank's
+# contribution, to be reduced later; that of a shard, or of a reduced replica, is the reduced value already. So the
+# derivative of a reduce-scatter is a plain all-gather, and that of an all-reduce the identity, for means and sums alike.
 
 
 class ToDTensor(Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, layout: WeightLayout) -> Tensor:
-        return layout.dtensor(shard.view_as(shard))
+        return layout.dtensor(shard.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
@@ -118,56 +127,69 @@ class ToDTensor(Function):
 
 class ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp) -> Tensor:
+    def forward(ctx: Any, chunks: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp) -> Tensor:
         ctx.group, ctx.op = group, op
-        out = flat.new_empty(flat.numel() // group.size())
-        _collectives.reduce_scatter(out, flat.contiguous(), group, op).wait()
+        out = chunks.new_empty(chunks.numel() // group.size())
+        _collectives.reduce_scatter(out, chunks.contiguous(), group, op).wait()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        gathered = cast(Tensor, AllGather.apply(grad, ctx.group))
-        return (gathered / ctx.group.size() if ctx.op == "avg" else gathered), None, None
+        return cast(Tensor, AllGather.apply(grad, ctx.group, ctx.op)), None, None
 
 
 class AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = shard.new_empty(shard.numel() * group.size())
-        _collectives.all_gather(out, shard.contiguous(), group).wait()
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return cast(Tensor, ReduceScatter.apply(grad, ctx.group, "sum")), None
-
-
-class AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp) -> Tensor:
+    def forward(ctx: Any, chunk: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp) -> Tensor:
         ctx.group, ctx.op = group, op
-        out = value.contiguous().clone()
-        _collectives.all_reduce(out, group, op).wait()
+        out = chunk.new_empty(chunk.numel() * group.size())
+        _collectives.all_gather(out, chunk.contiguous(), group).wait()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return cast(Tensor, AllReduce.apply(grad, ctx.group, ctx.op)), None, None
+        return cast(Tensor, ReduceScatter.apply(grad, ctx.group, ctx.op)), None, None
+
+
+class AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp, divisor: int) -> Tensor:
+        ctx.arguments = group, op, divisor
+        out = value.clone(memory_format=torch.contiguous_format)
+        if divisor != 1:
+            out.div_(divisor)
+        _collectives.all_reduce(out, group, op).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return cast(Tensor, SpreadReplica.apply(grad, *ctx.arguments)), None, None, None
+
+
+class SpreadReplica(Function):
+    """A replica taken as this rank's own: the identity, whose derivative is the reduction again."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup, op: _collectives.ReduceOp, divisor: int) -> Tensor:
+        ctx.arguments = group, op, divisor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return cast(Tensor, AllReduce.apply(grad, *ctx.arguments)), None, None, None
 
 
 def reduce_scatter_differentiably(grad: Tensor, param: ParamState) -> Tensor:
-    layout = param.layout
-    assert param.group is not None and layout.shard_dim is not None
-    flat = grad.to(param.reduce_dtype)
+    layout, dim = param.layout, param.layout.shard_dim
+    assert param.group is not None and dim is not None
+    chunks = grad.to(param.reduce_dtype)
     if layout.is_padded:
-        padding = layout.chunk * layout.gtp_size - layout.tp_shape[layout.shard_dim]
-        after = [0, 0] * (flat.ndim - 1 - layout.shard_dim) + [0, padding]
-        flat = torch.nn.functional.pad(flat, after)
-    if layout.shard_dim != 0:
-        flat = flat.unflatten(layout.shard_dim, (layout.gtp_size, layout.chunk)).movedim(layout.shard_dim, 0)
-    out = cast(Tensor, ReduceScatter.apply(flat.reshape(-1), param.group, param.policy.reduce_op))
-    return layout.shard_from_chunk(out)
+        padding = layout.chunk * layout.gtp_size - layout.tp_shape[dim]
+        chunks = torch.nn.functional.pad(chunks, [0, 0] * (chunks.ndim - 1 - dim) + [0, padding])
+    if dim != 0:
+        chunks = chunks.unflatten(dim, (layout.gtp_size, layout.chunk)).movedim(dim, 0)
+    out = cast(Tensor, ReduceScatter.apply(chunks.reshape(-1), param.group, param.policy.reduce_op))
+    return layout.shard_from_chunk(out.view(layout.chunk_shape))
 
 
 # ---- saved-tensor hooks
@@ -176,14 +198,14 @@ def reduce_scatter_differentiably(grad: Tensor, param: ParamState) -> Tensor:
 class PackedWeight:
     """A saved tensor that is a view of a gathered weight: enough to take the same view of the next gather."""
 
-    __slots__ = ("node", "offset", "param", "root", "size", "spec", "steps", "stride", "version")
+    __slots__ = ("node", "offset", "param", "root", "size", "spec", "steps", "stored", "stride", "version")
 
     def __init__(self, use: Use, local: Tensor, spec: DTensorSpec | None):
         self.root, self.param, self.node = use.root, use.param, use.node
         self.size, self.stride, self.offset, self.spec = local.size(), local.stride(), local.storage_offset(), spec
-        self.steps = use.param.steps
+        self.stored, self.steps = use.stored, use.param.steps
         # An outer wrapper that swaps parameters rewrites their storage on its own account.
-        self.version = use.param.shard()._version if use.param.unit is None else None
+        self.version = version_of(use.stored) if use.param.unit is None else None
 
 
 class PackedElsewhere:
@@ -195,41 +217,57 @@ class PackedElsewhere:
         self.value, self.unpack = value, unpack
 
 
-def push_saved_tensor_hooks(by_storage: dict[int, Use], rematerialize: Callable[[PackedWeight], Tensor]) -> bool:
-    """Push hooks that pack views of the weights in ``by_storage``; ``False`` where hooks are forbidden or ours are on top.
+class SavedTensorHooks:
+    """The hooks of one root: they pack views of the weights in ``by_storage``, and pass everything else on.
 
-    Only the innermost pair of hooks applies to a tensor, so everything that is not a weight is passed on to the pair
-    outside: checkpointing and offloading see the tensors that they would see without us.
+    Only the innermost pair of hooks applies to a tensor, so what is no weight goes to the pair outside: checkpointing
+    and offloading see the tensors that they would see without us.
     """
-    outer = _top_hooks(True)
-    if outer is not None and getattr(outer[0], "by_storage", None) is by_storage:
-        return False
 
-    def pack(tensor: Tensor) -> object:
-        is_dtensor = type(tensor) is DTensor
-        local = tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
-        # Tensors without storage (meta-like subclasses) cannot be weights of ours; neither can another dtype's view.
-        use = by_storage.get(local.untyped_storage()._cdata) if by_storage else None
-        if use is not None and use.full is not None and local.dtype == use.full.dtype:
-            use.packed = True
-            return PackedWeight(use, local, tensor._spec if is_dtensor else None)  # type: ignore[attr-defined]
-        return tensor if outer is None else PackedElsewhere(outer[0](tensor), outer[1])
+    def __init__(self, by_storage: dict[int, Use], rematerialize: Callable[[PackedWeight], Tensor]):
+        self._by_storage = by_storage
+        self._rematerialize = rematerialize
+        self._alone = self._pair(None)  # made once: the common case
 
-    def unpack(packed: object) -> Tensor:
-        if type(packed) is PackedWeight:
-            view = rematerialize(packed).as_strided(packed.size, packed.stride, packed.offset)
-            return view if packed.spec is None else make_dtensor(view, packed.spec)
-        if type(packed) is PackedElsewhere:
-            return packed.unpack(packed.value)
-        return cast(Tensor, packed)
+    def push(self) -> bool:
+        """``False`` where ours are on top already, or hooks are forbidden."""
+        outer = _top_hooks(True)
+        if outer is None:
+            pair = self._alone
+        elif getattr(outer[0], "by_storage", None) is self._by_storage:
+            return False
+        else:
+            pair = self._pair(outer)
+        try:
+            _push_hooks(*pair)
+        except RuntimeError:
+            return False  # functorch transforms forbid hooks: weights stay alive as saved, which is right, only larger
+        return True
 
-    pack.by_storage = by_storage  # type: ignore[attr-defined]
-    try:
-        _push_hooks(pack, unpack)
-    except RuntimeError:
-        return False  # functorch transforms forbid hooks: weights stay alive as saved, which is right, only larger
-    return True
+    def pop(self) -> None:
+        _pop_hooks()
 
+    def _pair(self, outer: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        by_storage, rematerialize = self._by_storage, self._rematerialize
 
-def pop_saved_tensor_hooks() -> None:
-    _pop_hooks()
+        def pack(tensor: Tensor) -> object:
+            if by_storage:
+                is_dtensor = type(tensor) is DTensor
+                local = tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]
+                use = by_storage.get(local.untyped_storage()._cdata)
+                # A view with another dtype would need more than as_strided to come back: it is kept as it is.
+                if use is not None and local.dtype == use.full.dtype:  # type: ignore[union-attr]
+                    use.packed = True
+                    return PackedWeight(use, local, tensor._spec if is_dtensor else None)  # type: ignore[attr-defined]
+            return tensor if outer is None else PackedElsewhere(outer[0](tensor), outer[1])
+
+        def unpack(packed: object) -> Tensor:
+            if type(packed) is PackedWeight:
+                view = rematerialize(packed).as_strided(packed.size, packed.stride, packed.offset)
+                return view if packed.spec is None else make_dtensor(view, packed.spec)
+            if type(packed) is PackedElsewhere:
+                return packed.unpack(packed.value)
+            return cast(Tensor, packed)
+
+        pack.by_storage = by_storage  # type: ignore[attr-defined]
+        return pack, unpack

@@ -12,6 +12,6 @@ import torch
 from torch import Tensor
 
 
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat, uninitialised buffer for one gathered weight."""
-    return torch.empty(numel, dtype=dtype, device=device)
+def allocate(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised buffer for one gathered weight."""
+    return torch.empty(shape, dtype=dtype, device=device)

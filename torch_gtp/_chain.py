@@ -7,7 +7,7 @@ wrong value: whoever uses a weight always gets that weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -83,15 +83,16 @@ class Pass(Generic[T]):
         """Whether the last use was the last of the prediction."""
         return bool(self._predicted) and self._cursor == len(self._predicted)
 
-    def issue_ahead(self, budget: int, size: Callable[[T], int], issue: Callable[[T], bool]) -> None:
+    def issue_ahead(self, budget: int, sizes: Mapping[T, int] | Sequence[int], issue: Callable[[T], bool]) -> None:
         """Offer the coming items for prefetch, in order, while ``budget`` bytes allow; always at least one.
 
         ``issue`` starts the gather and says whether it did (``False``: the item needs none, go on to the next);
         it may raise ``StopIteration`` where the chain must not be followed further for now.
         """
-        while self._frontier < len(self._predicted):
-            item = self._predicted[self._frontier]
-            nbytes = size(item)
+        predicted, end = self._predicted, len(self._predicted)
+        while self._frontier < end:
+            item = predicted[self._frontier]
+            nbytes = sizes[item]  # type: ignore[index]
             if self.outstanding and self.outstanding + nbytes > budget:
                 return
             try:

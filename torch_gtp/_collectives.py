@@ -6,7 +6,6 @@ put a double in their place.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -48,13 +47,13 @@ _start_scatter: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None) 
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Handle:
-    """Start gathering ``input`` of every rank into the flat ``output``; ``input`` may be this rank's slot of it."""
+    """Start gathering ``input`` of every rank into ``output``, in rank order; ``input`` may be this rank's slot of it."""
     handle: Handle = _start_gather(group, output, input, _GATHER_OPTIONS)
     return handle
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: ReduceOp) -> Handle:
-    """Start reducing the flat ``input`` over the group; this rank's part lands in ``output``."""
+    """Start reducing ``input`` over the group; this rank's part of it, in rank order, lands in ``output``."""
     handle: Handle = _start_scatter(group, output, input, _SCATTER_OPTIONS[op])
     return handle
 
@@ -121,7 +120,3 @@ def register_anomaly_rule() -> None:
 def fast_label(name: str) -> Any:
     """A reusable profiler range; a quarter of a microsecond when nobody profiles."""
     return torch._C._profiler._RecordFunctionFast(name)
-
-
-def numel(shape: Sequence[int]) -> int:
-    return math.prod(shape)

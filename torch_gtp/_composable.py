@@ -39,9 +39,10 @@ class UnshardHandle:
             # A forward in between may have taken the gather for itself.
             if param.gathers[Direction.FORWARD].state is GatherState.GATHERING:
                 _runtime.wait_gather(self._root, param, Direction.FORWARD)
+                stored = param.gathers[Direction.FORWARD].stored
                 buffer = _runtime.release(param, Direction.FORWARD)
-                assert buffer is not None
-                _runtime.hold(self._root, param, buffer, explicit=True)
+                assert buffer is not None and stored is not None
+                _runtime.hold(self._root, param, buffer, stored, explicit=True)
         self._params = []
 
 
@@ -67,7 +68,7 @@ class GTPModule:
             and param.gathers[Direction.FORWARD].state is GatherState.SHARDED
         ]
         for param in wanted:
-            _runtime.issue_gather(root, param, Direction.FORWARD)
+            _runtime.issue_gather(root, param, Direction.FORWARD, param.param)
         handle = UnshardHandle(root, wanted)
         if async_op:
             return handle
@@ -107,9 +108,12 @@ class GTPModule:
         root, _ = _root_and_params(self)
         root.frames.clear()
         root.by_storage.clear()
-        root.session = None
+        if root.session is not None:
+            root.session.close()
+            root.session = None
         for param in root.params:
-            param.use = param.pending_use = None
+            param.use = None
+            param.drop_pending()
         _hooks.abandon_backwards(root)
         for direction in Direction:
             _runtime.drain(root, direction)
@@ -380,8 +384,8 @@ def _replace(module: nn.Module, root: RootState, found: dict[int, _Found], polic
             root.originals[id(item.tensor)] = (weakref.ref(item.tensor), item.fqn)
         for owner, name in item.owners:
             owner._parameters[name] = param.param
-            _access.wrap(owner, root, (name,)).entries[name] = param
-            param.owners.append(Owner(weakref.ref(owner), name))
+            _access.wrap(owner, root, (name,)).add(name, param)
+            param.owners.append(Owner.of(owner, name))
 
 
 def _nothing_to_do(found: Any, policy: GTPPolicy) -> bool:
@@ -463,8 +467,8 @@ def _tie(module: nn.Module, name: str, state: ModuleState, param: ParamState, fi
             "call, or give both the same plan"
         )
     module._parameters[name] = first.param
-    state.entries[name] = first
-    first.owners.append(Owner(weakref.ref(module), name))
+    state.add(name, first)
+    first.owners.append(Owner.of(module, name))
 
 
 def _finish_root(root: RootState) -> None:
@@ -475,7 +479,7 @@ def _finish_root(root: RootState) -> None:
         state = _access.state_of(parent)
         if state is None:
             state = _access.wrap(parent, cast(RootState, reference()), ())
-        state.reads_children = True
+        state.saves_weights = True
 
     root.wrap_reader = wrap_reader
 
@@ -517,9 +521,9 @@ def _full_value(root: RootState, param: ParamState) -> Tensor:
         shard = param.shard()
         padded = shard.new_zeros(layout.chunk_shape)
         padded.narrow(layout.shard_dim, 0, shard.shape[layout.shard_dim]).copy_(shard)
-        buffer = shard.new_empty(layout.gathered_numel)
+        buffer = shard.new_empty(layout.gathered_shape)
         assert param.group is not None
-        _collectives.all_gather(buffer, padded.view(-1), param.group).wait()
+        _collectives.all_gather(buffer, padded, param.group).wait()
         full = layout.full_from_chunks(buffer)
     if layout.tp_spec is None:
         return full

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class WeightLayout:
 
     mesh: DeviceMesh
     shape: torch.Size
+    dtype: torch.dtype
     tp_shape: torch.Size
     shard_dim: int | None
     tp_spec: DTensorSpec | None
@@ -67,34 +69,34 @@ class WeightLayout:
     gtp_size: int
     gtp_rank: int
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         assert self.shard_dim is not None
         return math.ceil(self.tp_shape[self.shard_dim] / self.gtp_size)
 
-    @property
+    @cached_property
     def bounds(self) -> tuple[int, int]:
         """Rows ``[start, end)`` of the TP slice that this rank stores."""
         assert self.shard_dim is not None
         return chunk_bounds(self.tp_shape[self.shard_dim], self.gtp_size, self.gtp_rank)
 
-    @property
+    @cached_property
     def shard_shape(self) -> torch.Size:
         if self.shard_dim is None:
             return self.tp_shape
         start, end = self.bounds
         return self._with_length(end - start)
 
-    @property
+    @cached_property
     def chunk_shape(self) -> torch.Size:
         return self._with_length(self.chunk)
 
-    @property
+    @cached_property
     def gathered_numel(self) -> int:
         """Elements of the gather's output, padding included."""
         return self.gtp_size * math.prod(self.chunk_shape)
 
-    @property
+    @cached_property
     def is_padded(self) -> bool:
         return self.shard_dim is not None and self.chunk * self.gtp_size != self.tp_shape[self.shard_dim]
 
@@ -109,48 +111,61 @@ class WeightLayout:
         start, end = self.bounds
         return tp_slice.narrow(self.shard_dim, start, end - start)
 
-    def full_from_chunks(self, buffer: Tensor) -> Tensor:
-        """TP slice from a flat gathered buffer: a view for dim 0, one copy for any other dim."""
-        assert self.shard_dim is not None
+    @cached_property
+    def gathered_shape(self) -> torch.Size:
+        """Shape of the gather's output: already that of the padded TP slice for dim 0, chunk by chunk otherwise."""
         if self.shard_dim == 0:
-            padded = buffer.view(self.gtp_size * self.chunk, *self.tp_shape[1:])
-            return padded.narrow(0, 0, self.tp_shape[0]) if self.is_padded else padded
-        chunks = buffer.view(self.gtp_size, *self.chunk_shape)
-        padded = chunks.movedim(0, self.shard_dim).flatten(self.shard_dim, self.shard_dim + 1)
-        return padded.narrow(self.shard_dim, 0, self.tp_shape[self.shard_dim]).contiguous()
+            return torch.Size((self.gtp_size * self.chunk, *self.tp_shape[1:]))
+        return torch.Size((self.gtp_size, *self.chunk_shape))
+
+    def own_chunk(self, buffer: Tensor) -> Tensor:
+        """This rank's slot of a gathered buffer, padding included, as a view."""
+        if self.shard_dim == 0:
+            return buffer.narrow(0, self.gtp_rank * self.chunk, self.chunk)
+        return buffer[self.gtp_rank]
+
+    def full_from_chunks(self, buffer: Tensor) -> Tensor:
+        """TP slice from a gathered buffer: itself or a view for dim 0, one copy for any other dim."""
+        dim = self.shard_dim
+        assert dim is not None
+        if dim == 0:
+            return buffer.narrow(0, 0, self.tp_shape[0]) if self.is_padded else buffer
+        padded = buffer.movedim(0, dim).flatten(dim, dim + 1)
+        return padded.narrow(dim, 0, self.tp_shape[dim]).contiguous()
 
     def chunks_from_full(self, full: Tensor, dtype: torch.dtype) -> Tensor:
-        """A TP slice (a gradient) as the flat, padded, contiguous input of a reduce-scatter.
+        """A TP slice (a gradient) as the padded, contiguous input of a reduce-scatter, of ``gathered_shape``.
 
-        Returns the tensor itself, flattened, where nothing has to move; never writes into it.
+        Returns the tensor itself where nothing has to move; never writes into it.
         """
-        assert self.shard_dim is not None
-        dim, length = self.shard_dim, self.tp_shape[self.shard_dim]
+        dim = self.shard_dim
+        assert dim is not None
+        length = self.tp_shape[dim]
         if not self.is_padded and dim == 0:
-            return full.to(dtype).contiguous().view(-1)
+            if full.dtype != dtype:
+                full = full.to(dtype)
+            return full if full.is_contiguous() else full.contiguous()
         if dim == 0:
-            out = full.new_empty(self.gathered_numel, dtype=dtype)
-            rows = out.view(self.gtp_size * self.chunk, *self.tp_shape[1:])
-            rows[:length].copy_(full)
-            rows[length:].zero_()
+            out = full.new_empty(self.gathered_shape, dtype=dtype)
+            out[:length].copy_(full)
+            out[length:].zero_()
             return out
         padded = full.new_zeros(
             (*self.tp_shape[:dim], self.gtp_size * self.chunk, *self.tp_shape[dim + 1 :]), dtype=dtype
         )
         padded.narrow(dim, 0, length).copy_(full)
-        return padded.unflatten(dim, (self.gtp_size, self.chunk)).movedim(dim, 0).reshape(-1)
+        return padded.unflatten(dim, (self.gtp_size, self.chunk)).movedim(dim, 0).contiguous()
 
     def shard_from_chunk(self, chunk: Tensor) -> Tensor:
-        """The rank's shard (a view) from its flat padded chunk."""
+        """The rank's shard (itself or a view) from its padded chunk, of ``chunk_shape``."""
         assert self.shard_dim is not None
         start, end = self.bounds
-        padded = chunk.view(self.chunk_shape)
-        return padded if end - start == self.chunk else padded.narrow(self.shard_dim, 0, end - start)
+        return chunk if end - start == self.chunk else chunk.narrow(self.shard_dim, 0, end - start)
 
     def dtensor(self, shard: Tensor) -> DTensor:
         """The stored DTensor around a local shard, built without communication."""
         spec = self.spec
-        if shard.dtype != spec.tensor_meta.dtype:  # type: ignore[union-attr]
+        if shard.dtype != self.dtype:
             spec = make_spec(self.mesh, spec.placements, self.shape, shard.dtype)
         return make_dtensor(shard, spec)
 
@@ -166,10 +181,13 @@ def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
+# ``__init__`` has nothing to add, and Dynamo's guard around it costs more than the rest of the construction.
+_new_dtensor: Any = DTensor.__new__
+
+
 def make_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor from its parts. ``DTensor.from_local`` costs fifteen times more and rejects uneven strided shards."""
-    build: Any = DTensor
-    return build(local, spec, requires_grad=False)
+    return _new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
 def combined_placements(mesh: DeviceMesh, tp_placement: Placement | None, shard_dim: int | None) -> tuple[Placement, ...]:
@@ -210,6 +228,7 @@ def make_layout(
     return WeightLayout(
         mesh=mesh,
         shape=shape,
+        dtype=dtype,
         tp_shape=torch.Size(tp_shape),
         shard_dim=shard_dim,
         tp_spec=tp_spec,

@@ -15,21 +15,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from . import _runtime
-from ._autograd import (
-    LandGradient,
-    PackedWeight,
-    UseWeight,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-)
+from ._autograd import PackedWeight, SavedTensorHooks, land_gradient_node, use_weight_node
 from ._chain import Direction
 from ._dtensor_layout import make_dtensor
-from ._replicate import make_buckets, replicated_value, source_of, tensor_parallel_spec
-from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use
+from ._replicate import LocalValue, make_buckets, replicated_value, source_of, tensor_parallel_spec
+from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use, version_of
 
 # ---- frames: one per open module call
 
@@ -41,8 +36,9 @@ def open_frame(state: ModuleState) -> Frame:
         _begin_session(root)
     frame = Frame(state)
     root.frames.append(frame)
-    if state.needs_hooks and torch.is_grad_enabled():
-        frame.hooked = push_saved_tensor_hooks(root.by_storage, root.rematerialize)
+    if state.saves_weights and torch.is_grad_enabled():
+        assert root.hooks is not None
+        frame.hooked = root.hooks.push()
     return frame
 
 
@@ -50,7 +46,8 @@ def close_frame(frame: Frame, *, failed: bool) -> None:
     """A wrapped module is left: the weights that this call gathered are let go."""
     root = frame.module.root
     if frame.hooked:
-        pop_saved_tensor_hooks()
+        assert root.hooks is not None
+        root.hooks.pop()
     closed = root.frames.pop()
     assert closed is frame, "module calls of one root must nest"
     for use in frame.uses:
@@ -76,8 +73,7 @@ def _end_session(root: RootState, *, failed: bool) -> None:
     session = root.session
     assert session is not None
     root.session = None
-    if session.pending is not None:
-        session.pending.pending_use = None
+    session.close()
     # Nothing gathered survives the pass: the optimizer may rewrite the shards next.
     _runtime.drain(root, session.walk.direction)
     # Checkpointing ends a recomputation by an exception, as soon as it has what it needs.
@@ -95,7 +91,7 @@ def read_parameter(state: ModuleState, param: ParamState, stored: Any) -> Any:
     plain = False
     if stored is not param.param:
         if not isinstance(stored, DTensor):
-            if not _is_local_shard(stored, param):
+            if torch._C._functorch.is_functorch_wrapped_tensor(stored) or not _is_local_shard(stored, param):
                 return stored  # somebody put another tensor in place (functional_call, gathered(), ...): theirs
             plain = True
         elif param.layout.matches(stored):
@@ -128,21 +124,36 @@ def _is_local_shard(stored: Any, param: ParamState) -> bool:
 
 
 def _use(root: RootState, param: ParamState, frame: Frame, reader: ModuleState, *, plain: bool) -> Tensor:
-    attach = param.param.requires_grad and torch.is_grad_enabled()
+    # Under functorch transforms a weight is a constant: its gradient would need rules for every transform.
+    transformed = torch._C._are_functorch_transforms_active()
+    attach = torch.is_grad_enabled() and param.param.requires_grad and not transformed
     if not param.is_sharded:
         value = _replicated(root, param, attach=attach)
     else:
         use = param.use
+        if use is not None and use.stored is not param.param:
+            raise RuntimeError(
+                f"{param.fqn}: the parameter was swapped for another (functional_call?) while a call that had gathered the first "
+                "is still open; swap it outside that call"
+            )
         if use is None:
             if frame.module is not reader:
                 _learn_reader(frame, reader)
-            use = _turn(root, param, frame, attach=attach)
+            if transformed:
+                with temporarily_clear_interpreter_stack():  # collectives take plain tensors only
+                    use = _turn(root, param, frame, attach=False)
+            else:
+                use = _turn(root, param, frame, attach=attach)
         if attach and use.attached is None:
             use.attached = _attach(root, use)
-        value = use.attached if attach else use.full  # type: ignore[assignment]
-        assert value is not None
-        if not attach and not plain and param.layout.tp_spec is not None:
-            value = make_dtensor(value, tensor_parallel_spec(param, value.dtype))
+        if attach:
+            assert use.attached is not None
+            value = use.attached
+        else:
+            assert use.full is not None
+            value = use.full.detach() if use.attached is not None else use.full
+            if not plain and param.layout.tp_spec is not None:
+                value = make_dtensor(value, tensor_parallel_spec(param, value.dtype))
     if plain and isinstance(value, DTensor):
         return value.to_local() if attach else value._local_tensor
     return value
@@ -154,23 +165,32 @@ def _turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> 
     assert session is not None and param.gathers is not None
     walk, direction = session.walk, session.walk.direction
     walk.advance(param.index)
+    stored, gather = param.param, param.gathers[direction]
+    if param.pending_use is not None and param.pending_use.stored is not stored:
+        param.drop_pending()
     use, param.pending_use = param.pending_use or Use(root, param), None
 
-    full = _runtime.held_full(root, param)
-    if full is None and param.gathers[direction].state is GatherState.SHARDED:
-        _runtime.issue_gather(root, param, direction)
+    full = _runtime.held_full(root, param, stored) if param.held is not None else None
+    if full is None:
+        if gather.state is GatherState.GATHERING and gather.stored is not stored:
+            _runtime.give_up(root, param, direction)  # foreseen for a parameter that was swapped since
+        if gather.state is GatherState.SHARDED:
+            _runtime.issue_gather(root, param, direction, stored)
     walk.arrived(param.index)
     if root.policy.prefetch:
-        walk.issue_ahead(root.lookahead, root.size_of, root.prefetchers[direction])
+        walk.issue_ahead(root.lookahead, root.full_bytes, root.prefetchers[direction])
     if attach:
+        if use.token is None:
+            _make_landing_node(root, session, use)  # nobody foresaw it; still older than the next weight's
         _prepare_landing(root, session, param)
     if full is None:
         full = _runtime.wait_gather(root, param, direction)
 
     use.full = full
+    use.storage = full.untyped_storage()._cdata
     param.use = use
     frame.uses.append(use)
-    root.by_storage[full.untyped_storage()._cdata] = use
+    root.by_storage[use.storage] = use
     return use
 
 
@@ -178,8 +198,8 @@ def _prepare_landing(root: RootState, session: Session, param: ParamState) -> No
     """Make the older node of the next weight's use now. See [Note: one-step reduce deferral]."""
     index = session.walk.next
     if session.pending is not None:
-        if session.pending.pending_use is not None and session.pending.index != index:
-            session.pending.pending_use = None  # foreseen, not used
+        if session.pending.index != index:
+            session.pending.drop_pending()  # foreseen, not used
         session.pending = None
     if index is None:
         return
@@ -196,7 +216,7 @@ def _prepare_landing(root: RootState, session: Session, param: ParamState) -> No
 
 def _make_landing_node(root: RootState, session: Session, use: Use) -> None:
     source, use.bucket_use = source_of(root, session, use.param)
-    use.token = cast(Tensor, LandGradient.apply(source, use))
+    use.token = land_gradient_node(source, use)
 
 
 def _attach(root: RootState, use: Use) -> Tensor:
@@ -205,12 +225,12 @@ def _attach(root: RootState, use: Use) -> Tensor:
     param = use.param
     if use.token is None:
         _make_landing_node(root, root.session, use)
-    # A tensor of its own becomes the output; ``use.full`` stays free of the graph that hangs on it.
     if param.layout.tp_spec is not None:
         output: Tensor = make_dtensor(use.full, tensor_parallel_spec(param, use.full.dtype))
     else:
-        output = use.full.detach()
-    attached = cast(Tensor, UseWeight.apply(use.token, use, [output]))
+        # The tensor itself becomes the output of the node; who reads it outside autograd takes it off the graph.
+        output = use.full
+    attached = use_weight_node(use.token, use, [output])
     use.token = None
     use.node = attached.grad_fn
     return attached
@@ -221,26 +241,15 @@ def _replicated(root: RootState, param: ParamState, *, attach: bool) -> Tensor:
         return replicated_value(param)
     assert root.session is not None
     source, bucket_use = source_of(root, root.session, param)
-    if bucket_use is not None:
-        return source
-    # No ranks to reduce over: the local tensor of the parameter, cast for compute.
-    local = cast(DTensor, param.param).to_local()
-    if param.compute_dtype is not None:
-        local = local.to(param.compute_dtype)
-    if param.layout.tp_spec is None:
-        return local
-    spec = tensor_parallel_spec(param, local.dtype)
-    return DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=spec.tensor_meta.shape, stride=spec.tensor_meta.stride
-    )
+    return source if bucket_use is not None else cast(Tensor, LocalValue.apply(source, param))
 
 
 def _let_go(root: RootState, use: Use, *, failed: bool) -> None:
     """The frame of a use closes. Usually its buffer goes; two kinds stay for the backward that follows."""
-    param, full = use.param, use.full
-    assert full is not None and param.gathers is not None and root.session is not None
+    param = use.param
+    assert param.gathers is not None and root.session is not None
     param.use = None
-    root.by_storage.pop(full.untyped_storage()._cdata, None)
+    root.by_storage.pop(use.storage, None)
     use.full = use.attached = use.node = None  # the node refers to the use: let go of one end
     walk = root.session.walk
     if param.gathers[walk.direction].state is not GatherState.READY:
@@ -250,16 +259,16 @@ def _let_go(root: RootState, use: Use, *, failed: bool) -> None:
     if failed or not use.packed or walk.direction is not Direction.FORWARD:
         return
     if not param.policy.reshard_after_forward:
-        _runtime.hold(root, param, buffer, explicit=False)
+        _runtime.hold(root, param, buffer, use.stored, explicit=False)
     elif walk.foresees_end and root.policy.prefetch:
         # The last weight of the forward is the first of the backward that follows at once.
-        _runtime.hold(root, param, buffer, explicit=False)
+        _runtime.hold(root, param, buffer, use.stored, explicit=False)
         root.tail = param
 
 
 def _learn_reader(frame: Frame, reader: ModuleState) -> None:
     """A module read another's weight. From the next call on, both it and the owner's parent pack what they save."""
-    frame.module.reads_children = True
+    frame.module.saves_weights = True
     parent = reader.parent() if reader.parent is not None else None
     if parent is not None:
         reader.root.wrap_reader(parent)
@@ -274,10 +283,12 @@ def rematerialize(packed: PackedWeight) -> Tensor:
     _check_unchanged(packed)
     running = _backward_pass(root)
     if running is None:
-        return _gather_once(root, param)
-    full = running.cached.get(param.index)
-    if full is None:
-        full = _backward_turn(root, running, param)
+        return _gather_once(root, param, packed.stored)
+    cached = running.cached.get(param.index)
+    if cached is None or cached[0] is not packed.stored:
+        full = _backward_turn(root, running, param, packed.stored)
+    else:
+        full = cached[1]
     passing = running.passing
     if passing is not None and passing is not param:
         # Nothing of it will land (frozen, or its gradient is not asked for), so nothing else would end its stay.
@@ -288,28 +299,40 @@ def rematerialize(packed: PackedWeight) -> Tensor:
     return full
 
 
-def _backward_turn(root: RootState, running: BackwardPass, param: ParamState) -> Tensor:
-    """One weight's turn in a backward."""
+def _backward_turn(root: RootState, running: BackwardPass, param: ParamState, stored: Tensor) -> Tensor:
+    """One weight's turn in a backward. ``stored`` is what its forward used."""
     assert param.gathers is not None
     walk, gather = running.walk, param.gathers[Direction.BACKWARD]
     walk.advance(param.index)
-    full = _runtime.held_full(root, param)
+    full = _runtime.held_full(root, param, stored) if param.held is not None else None
     if full is not None and root.tail is param:
         _runtime.drop_held(root, param)
     if full is None:
+        if gather.state is not GatherState.SHARDED and gather.stored is not stored:
+            _forget_gather(root, running, param)
         if gather.state is GatherState.SHARDED:
-            _runtime.issue_gather(root, param, Direction.BACKWARD)
+            _runtime.issue_gather(root, param, Direction.BACKWARD, stored)
     walk.arrived(param.index)
     if root.policy.prefetch:
-        walk.issue_ahead(root.lookahead, root.size_of, root.prefetchers[Direction.BACKWARD])
+        walk.issue_ahead(root.lookahead, root.full_bytes, root.prefetchers[Direction.BACKWARD])
     if full is None:
         if gather.state is GatherState.GATHERING:
             full = _runtime.wait_gather(root, param, Direction.BACKWARD)
         else:  # an enclosing backward holds it
             assert gather.buffer is not None
             full = param.layout.full_from_chunks(gather.buffer)
-    running.cached[param.index] = full
+    running.cached[param.index] = stored, full
     return full
+
+
+def _forget_gather(root: RootState, running: BackwardPass, param: ParamState) -> None:
+    """The gathered weight is another than this backward needs: the parameter was swapped between two forwards."""
+    assert param.gathers is not None
+    if param.gathers[Direction.BACKWARD].state is GatherState.GATHERING:
+        _runtime.give_up(root, param, Direction.BACKWARD)
+    else:
+        _runtime.release(param, Direction.BACKWARD)
+        running.cached.pop(param.index, None)
 
 
 def _backward_pass(root: RootState) -> BackwardPass | None:
@@ -333,6 +356,7 @@ def _backward_pass(root: RootState) -> BackwardPass | None:
 
 def abandon_backwards(root: RootState) -> None:
     """Clean up after backwards that an exception ended: the engine runs no callback then."""
+    _runtime.abandon_reductions(root)
     while root.passes:
         _, running = root.passes.popitem()
         _end_backward(root, running)
@@ -354,9 +378,9 @@ def _drop_cached(running: BackwardPass, param: ParamState) -> None:
         _runtime.release_if_ready(param, Direction.BACKWARD)
 
 
-def _gather_once(root: RootState, param: ParamState) -> Tensor:
+def _gather_once(root: RootState, param: ParamState, stored: Tensor) -> Tensor:
     """Somebody looks at a saved tensor outside any backward."""
-    _runtime.issue_gather(root, param, Direction.RECOMPUTE)
+    _runtime.issue_gather(root, param, Direction.RECOMPUTE, stored)
     full = _runtime.wait_gather(root, param, Direction.RECOMPUTE)
     _runtime.release(param, Direction.RECOMPUTE)
     return full
@@ -364,7 +388,7 @@ def _gather_once(root: RootState, param: ParamState) -> Tensor:
 
 def _check_unchanged(packed: PackedWeight) -> None:
     param = packed.param
-    if packed.steps != param.steps or (packed.version is not None and packed.version != param.shard()._version):
+    if packed.steps != param.steps or (packed.version is not None and packed.version != version_of(packed.stored)):
         raise RuntimeError(
             f"{param.fqn}: the weight was modified (by an optimizer step or in place) between the forward and this "
             "backward, which needs the value that the forward used"
@@ -380,9 +404,10 @@ def prefetch(root: RootState, direction: Direction, index: int) -> bool:
     assert param.gathers is not None
     if param.held is not None or param.gathers[direction].state is not GatherState.SHARDED:
         return False
-    if param.current() is None:
+    stored = param.current()
+    if stored is None:
         raise StopIteration  # an outer FSDP unit still holds it sharded: not before that unit is entered
-    _runtime.issue_gather(root, param, direction)
+    _runtime.issue_gather(root, param, direction, stored)
     return True
 
 
@@ -399,10 +424,8 @@ def install(root: RootState) -> None:
 
         return issue
 
-    params = root.params
-    root.size_of = lambda index: params[index].full_bytes
     root.prefetchers = tuple(prefetcher(direction) for direction in Direction)
-    root.rematerialize = rematerialize
+    root.hooks = SavedTensorHooks(root.by_storage, rematerialize)
 
 
 def _initialize(root: RootState) -> None:
@@ -483,7 +506,11 @@ def before_optimizer_step(root: RootState, optimizer: torch.optim.Optimizer) -> 
                 f"{type(optimizer).__name__} holds {fqn} as it was before gtp_shard replaced it, and would train a tensor that "
                 "the model no longer uses; build the optimizer after gtp_shard, from model.parameters()"
             )
-    touched = [param for param in root.params if id(param.param) in stepped]
+    touched = []
+    for param in root.params:
+        param.current()  # adopts what the model holds now
+        if id(param.param) in stepped:
+            touched.append(param)
     for param in touched:
         param.steps += 1
         if param.held is not None:

@@ -76,6 +76,8 @@ class GTPPolicy:
             raise ValueError(f"GTPPolicy(reduction=...): expected 'mean' or 'sum', got {self.reduction!r}")
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self.mp, name)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(f"GTPPolicy(mp=...): {name} must be a torch.dtype, got {dtype!r}")
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"GTPPolicy(mp=...): {name} must be a floating-point dtype, got {dtype}")
 

@@ -51,10 +51,11 @@ class Bucket:
 class Flight:
     """One collective of a bucket: the buffer it reduces and which parameters lie in it."""
 
-    __slots__ = ("buffer", "handle", "params", "shapes")
+    __slots__ = ("buffer", "handle", "params", "shapes", "source")
 
     def __init__(self, handle: _collectives.Handle | None, buffer: Tensor, params: list[ParamState], shapes: list[torch.Size]):
         self.handle, self.buffer, self.params, self.shapes = handle, buffer, params, shapes
+        self.source: Tensor | None = buffer  # reduced in place
 
 
 class BucketUse:
@@ -82,21 +83,21 @@ class BucketUse:
         self.sources = {param.index: out for param, out in zip(self.members, outputs, strict=True)}
         self.tokens = ()
 
+    def close(self) -> None:
+        """The forward is over: the nodes keep what they need, and refer back to this object."""
+        self.sources = {}
+        self.tokens = ()
+
     def settle_partial(self, param: ParamState, local: Tensor, partial: bool) -> Tensor:
         """A gradient of one use, made of the kind (partial over tp or not) that the parameter's first one had."""
         if param.partial_over_tp:
             return local
-        kind = self.partial.setdefault(param.index, partial)
-        if kind and not partial:
-            return local / self.bucket.tp_size  # complete on every rank; the coming sum over tp restores it
-        if partial and not kind:
-            return cast(Tensor, AllReduce.apply(local, param.layout.mesh.get_group(TP_AXIS), "sum"))
-        return local
+        return _of_kind(self, param, local, partial, wanted=self.partial.setdefault(param.index, partial))
 
 
 def source_of(root: RootState, session: Session, param: ParamState) -> tuple[Tensor, BucketUse | None]:
     """The tensor that a use of ``param`` hangs on in this forward: the parameter itself, or its bucket's output."""
-    if param.bucket is None:
+    if param.bucket < 0:
         return param.param, None
     bucket_use = open_bucket(root, session, param)
     return bucket_use.sources[param.index], bucket_use
@@ -104,8 +105,7 @@ def source_of(root: RootState, session: Session, param: ParamState) -> tuple[Ten
 
 def open_bucket(root: RootState, session: Session, param: ParamState) -> BucketUse:
     """The bucket use that takes the gradient of ``param`` in this forward; its nodes are made at the first call."""
-    bucket = param.bucket
-    assert bucket is not None
+    bucket = root.buckets[param.bucket]
     if _has_hooks(param):
         # A bucket's landing node reaches every parameter of the bucket, used or not, and autograd calls the hooks of
         # an unused one with None. A parameter with hooks of its user's goes alone, so they fire as in plain PyTorch.
@@ -155,7 +155,7 @@ class LandBucket(Function):
         use: BucketUse = ctx.use
         landed = use.flights.pop()
         if isinstance(landed, list):
-            reduced = _land(landed)
+            reduced = _land(use.root, landed)
         else:  # not to be reduced now, or already
             reduced = landed
         grads: list[Tensor | None] = []
@@ -183,13 +183,12 @@ class LaunchBucket(Function):
                 value, partial = local_gradient(grad, param.layout.tp_spec)
                 local[param.index] = value if param.is_sharded else use.settle_partial(param, value, partial)
         if not use.root.sync_gradients:
-            _keep_unsynced(use, local)
-            use.flights.append(local)
+            use.flights.append(_keep_unsynced(use, ctx, local))
         elif torch.is_grad_enabled() and any(value.requires_grad for value in local.values()):
             use.flights.append(_reduce_differentiably(use, local))
         else:
             _queue_flush(use.root)
-            _take_unsynced(use, local)
+            _take_unsynced(use, [p for i, p in enumerate(use.members) if p.unsynced and _accumulates(ctx, i)], local)
             use.flights.append(_launch(use, local))
         token = use.root.token_grad(use.members[0].shard().device)
         return None, *(token if param.index in local else None for param in use.members)
@@ -210,6 +209,24 @@ def _compute_value(param: ParamState, *, attached: bool) -> Tensor:
     return make_dtensor(value, tensor_parallel_spec(param, value.dtype))
 
 
+class LocalValue(Function):
+    """A parameter without gather and without ranks to reduce over: its local tensor, cast for compute."""
+
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, param: ParamState) -> Tensor:
+        ctx.param = param
+        return _compute_value(param, attached=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        param: ParamState = ctx.param
+        local, _ = local_gradient(grad, param.layout.tp_spec)
+        if not local.requires_grad:
+            # It may be anybody's tensor, and .grad, which it becomes, is added to in place.
+            local = local.clone(memory_format=torch.contiguous_format)
+        return as_gradient(param, local), None
+
+
 def replicated_value(param: ParamState) -> Tensor:
     """The value of a parameter that needs no gather, outside autograd."""
     return _compute_value(param, attached=False)
@@ -225,28 +242,69 @@ def tensor_parallel_spec(param: ParamState, dtype: torch.dtype) -> Any:
     return type(spec)(spec.mesh, spec.placements, meta)
 
 
-def _keep_unsynced(use: BucketUse, local: dict[int, Tensor]) -> None:
+def _accumulates(launch_node: Any, position: int) -> bool:
+    """Whether this backward adds to ``.grad`` of a member, rather than return its gradient (``autograd.grad``)."""
+    landing_node = launch_node.next_functions[0][0]
+    try:
+        will_run: bool = torch._C._will_engine_execute_node(landing_node.next_functions[position][0])
+    except RuntimeError:  # how the engine says that the leaf's gradient is captured
+        return False
+    return will_run
+
+
+def _keep_unsynced(use: BucketUse, launch_node: Any, local: dict[int, Tensor]) -> dict[int, Tensor]:
     """Accumulate locally: the gradient lands unreduced, and the next synchronising backward reduces the sum."""
-    for param in use.members:
-        if param.index in local and not param.unsynced:
-            grad = param.param.grad
-            if grad is not None and param.policy.reduction == "sum":
-                # A part that is already summed over the ranks would be summed again with the rest.
-                grad._local_tensor.div_(_ranks_of(use, param))  # type: ignore[attr-defined]
-            param.unsynced = True
-
-
-def _take_unsynced(use: BucketUse, local: dict[int, Tensor]) -> None:
-    """Move what earlier backwards left unreduced in ``param.grad`` into this reduction."""
-    for param in use.members:
-        if not param.unsynced:
+    kept = {}
+    for position, param in enumerate(use.members):
+        value = local.get(param.index)
+        if value is None:
             continue
+        if not param.is_sharded and not value.requires_grad:
+            # It may be anybody's tensor, expanded or kept by whoever made it, and .grad is added to in place.
+            value = value.clone(memory_format=torch.contiguous_format)
+        kept[param.index] = value
+        if not _accumulates(launch_node, position):
+            continue
+        partial = use.partial.get(param.index, False)
+        if param.unsynced:
+            kept[param.index] = _of_kind(use, param, value, partial, wanted=param.unsynced_partial)
+            continue
+        grad = param.param.grad
+        if grad is not None and param.policy.reduction == "sum":
+            # A part that is already summed over the ranks would be summed again with the rest.
+            grad._local_tensor.div_(_ranks_of(use, param))  # type: ignore[attr-defined]
+        elif grad is not None and partial:
+            grad._local_tensor.div_(use.bucket.tp_size)  # type: ignore[attr-defined]
+        param.unsynced, param.unsynced_partial = True, partial
+    return kept
+
+
+def _take_unsynced(use: BucketUse, params: list[ParamState], local: dict[int, Tensor]) -> None:
+    """Move what earlier backwards left unreduced in ``param.grad`` into this reduction."""
+    for param in params:
         param.unsynced = False
         grad = param.param.grad
-        if grad is not None:
-            pending = grad._local_tensor  # type: ignore[attr-defined]
-            param.param.grad = None
-            local[param.index] = pending + local[param.index] if param.index in local else pending
+        if grad is None:
+            continue
+        pending: Tensor = grad._local_tensor  # type: ignore[attr-defined]
+        param.param.grad = None
+        fresh = local.get(param.index)
+        if fresh is None:
+            use.partial[param.index] = param.unsynced_partial
+            local[param.index] = pending
+        else:
+            fresh = _of_kind(use, param, fresh, use.partial.get(param.index, False), wanted=param.unsynced_partial)
+            use.partial[param.index] = param.unsynced_partial
+            local[param.index] = pending + fresh
+
+
+def _of_kind(use: BucketUse, param: ParamState, value: Tensor, partial: bool, *, wanted: bool) -> Tensor:
+    """A gradient as a partial sum over tp, or complete on every rank of it, as ``wanted``."""
+    if partial == wanted:
+        return value
+    if wanted:
+        return value / use.bucket.tp_size  # complete on every rank; the coming sum over tp restores it
+    return cast(Tensor, AllReduce.apply(value, param.layout.mesh.get_group(TP_AXIS), "sum", 1))
 
 
 def _ranks_of(use: BucketUse, param: ParamState) -> int:
@@ -275,13 +333,16 @@ def _launch(use: BucketUse, local: dict[int, Tensor]) -> list[Flight]:
             handle = _collectives.all_reduce(buffer, group, op)
             if not params[0].policy.async_reduction:
                 handle.wait()
-        flights.append(Flight(handle, buffer, params, [tensor.shape for tensor in tensors]))
+        flight = Flight(handle, buffer, params, [tensor.shape for tensor in tensors])
+        flights.append(flight)
+        use.root.reducing[flight] = params[0]
     return flights
 
 
-def _land(flights: Iterable[Flight]) -> dict[int, Tensor]:
+def _land(root: RootState, flights: Iterable[Flight]) -> dict[int, Tensor]:
     reduced: dict[int, Tensor] = {}
     for flight in flights:
+        root.reducing.pop(flight, None)
         if flight.handle is not None:
             # Closes the hazard of reading (and accumulating) a gradient that is still being reduced.
             _runtime.wait_reduction(flight.handle, flight.params)
@@ -300,9 +361,10 @@ def _reduce_differentiably(use: BucketUse, local: dict[int, Tensor]) -> dict[int
         partial = use.partial.get(param.index, False)
         group = use.bucket.tp_group if partial else use.bucket.group
         op = param.policy.reduce_op
-        if partial and op == "avg":
-            value, op = value / use.bucket.ranks, "sum"
-        reduced[param.index] = value if group is None else cast(Tensor, AllReduce.apply(value, group, op))
+        divisor = 1
+        if partial and op == "avg":  # an average over the data, a sum over tp
+            divisor, op = use.bucket.ranks, "sum"
+        reduced[param.index] = value if group is None else cast(Tensor, AllReduce.apply(value, group, op, divisor))
     return reduced
 
 
@@ -318,8 +380,8 @@ def flush_unsynced(root: RootState) -> None:
     for bucket in root.buckets:
         local: dict[int, Tensor] = {}
         use = BucketUse(root, bucket, [param for param in bucket.params if param.unsynced])
-        _take_unsynced(use, local)
-        for index, shard in _land(_launch(use, local)).items():
+        _take_unsynced(use, use.members, local)
+        for index, shard in _land(root, _launch(use, local)).items():
             param = root.params[index]
             param.param.grad = as_gradient(param, shard)
 
@@ -351,7 +413,7 @@ def make_buckets(root: RootState) -> None:
             root.buckets.append(fresh)
             bucket, filled = fresh, 0
         bucket.params.append(param)
-        param.bucket = bucket
+        param.bucket = bucket.index
         open_buckets[key] = (bucket, filled + nbytes)
 
 

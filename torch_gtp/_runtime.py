@@ -7,18 +7,18 @@ from torch import Tensor
 
 from . import _buffers, _collectives
 from ._chain import Direction
-from ._state import GatherState, Held, Landing, ParamState, RootState, Use
+from ._state import GatherState, Held, Landing, ParamState, RootState, Use, local_shard, version_of
 
 _REDUCE_CODE, _END_CODE = 3, 4
 _CODE_NAMES = ("forward gather", "backward gather", "recompute gather", "gradient reduction", "end of pass")
 
 
-def issue_gather(root: RootState, param: ParamState, direction: Direction) -> None:
-    """Start gathering ``param`` for ``direction``: SHARDED -> GATHERING."""
+def issue_gather(root: RootState, param: ParamState, direction: Direction, stored: Tensor) -> None:
+    """Start gathering the shards of ``stored`` for ``direction``: SHARDED -> GATHERING."""
     assert param.gathers is not None and param.group is not None
     gather, layout = param.gathers[direction], param.layout
-    shard = param.shard()
-    if shard.device.type == "meta":
+    shard = local_shard(stored)
+    if shard.is_meta:
         raise ValueError(
             f"{param.fqn}: forward on a parameter that is still on the meta device; initialise it first, for "
             "example with torch_gtp.materialize_meta(model, seed)"
@@ -26,16 +26,17 @@ def issue_gather(root: RootState, param: ParamState, direction: Direction) -> No
     if root.policy.check:
         compare_ranks(param, direction)
     gather.move(GatherState.GATHERING)
-    buffer = _buffers.allocate(layout.gathered_numel, param.wire_dtype, shard.device)
-    if shard.dtype == param.wire_dtype and shard.numel() == param.chunk_numel and shard.is_contiguous():
-        source = shard.view(-1)
+    dtype = param.wire_dtype
+    buffer = _buffers.allocate(layout.gathered_shape, dtype, shard.device)
+    if shard.dtype == dtype and shard.shape == layout.chunk_shape and shard.is_contiguous():
+        source = shard
     else:
         # The cast and the pad write this rank's own slot of the result, which the gather then need not copy.
-        source = buffer.narrow(0, layout.gtp_rank * param.chunk_numel, param.chunk_numel)
+        source = layout.own_chunk(buffer)
         layout.shard_from_chunk(source).copy_(shard)
     with param.gather_label:
         gather.handle = _collectives.all_gather(buffer, source, param.group)
-    gather.buffer, gather.source = buffer, source
+    gather.buffer, gather.source, gather.stored = buffer, source, stored
     root.in_flight[direction][param.index] = param
 
 
@@ -56,8 +57,10 @@ def release(param: ParamState, direction: Direction) -> Tensor | None:
     """Let go of a gathered weight: READY -> SHARDED. Returns the buffer for whoever wants to keep it."""
     assert param.gathers is not None
     gather = param.gathers[direction]
+    if gather.state is not GatherState.READY:
+        raise RuntimeError(f"{param.fqn}: gather state {gather.state.name} -> SHARDED is not allowed by a release")
     gather.move(GatherState.SHARDED)
-    buffer, gather.buffer = gather.buffer, None
+    buffer, gather.buffer, gather.stored = gather.buffer, None, None
     return buffer
 
 
@@ -77,39 +80,39 @@ def release_if_ready(param: ParamState, direction: Direction) -> None:
 
 
 def drain(root: RootState, direction: Direction) -> None:
-    """Give up every gather of a direction that was issued and never used: GATHERING -> SHARDED.
+    """Give up every gather of a direction that was issued and never used.
 
     Nothing gathered may survive the end of a pass: an optimizer changes shards without a trace in their version.
     """
-    in_flight = root.in_flight[direction]
-    while in_flight:
-        _, param = in_flight.popitem()
-        assert param.gathers is not None
-        gather = param.gathers[direction]
-        # The collective still writes the buffer: it may not be freed before.
-        _wait(gather.handle, param, _CODE_NAMES[direction])
-        gather.move(GatherState.SHARDED)
-        gather.buffer = gather.source = gather.handle = None
+    for param in list(root.in_flight[direction].values()):
+        give_up(root, param, direction)
 
 
-def hold(root: RootState, param: ParamState, buffer: Tensor, *, explicit: bool) -> None:
-    """Keep a gathered buffer beyond its pass."""
-    shard = param.shard()
-    param.held = Held(buffer, shard, shard._version, explicit)
+def give_up(root: RootState, param: ParamState, direction: Direction) -> None:
+    """Drop a gather in flight: GATHERING -> SHARDED."""
+    assert param.gathers is not None
+    gather = param.gathers[direction]
+    # The collective still writes the buffer: it may not be freed before.
+    _wait(gather.handle, param, _CODE_NAMES[direction])
+    gather.move(GatherState.SHARDED)
+    gather.buffer = gather.source = gather.handle = gather.stored = None
+    del root.in_flight[direction][param.index]
+
+
+def hold(root: RootState, param: ParamState, buffer: Tensor, stored: Tensor, *, explicit: bool) -> None:
+    """Keep a gathered buffer of ``stored`` beyond its pass."""
+    # Detached: a buffer that was handed out is the output of an autograd node, and would keep its graph alive.
+    param.held = Held(buffer.detach(), stored, version_of(stored), explicit)
     root.keepers[param.index] = param
 
 
-def held_full(root: RootState, param: ParamState) -> Tensor | None:
-    """The kept full weight, unless the shard was replaced or written since."""
+def held_full(root: RootState, param: ParamState, stored: Tensor) -> Tensor | None:
+    """The kept full weight of ``stored``, unless its shard was replaced or written since."""
     held = param.held
     if held is None:
         return None
-    shard = param.shard()
-    if shard is held.shard or (
-        shard.untyped_storage()._cdata == held.shard.untyped_storage()._cdata and shard.shape == held.shard.shape
-    ):
-        if shard._version == held.version:
-            return param.layout.full_from_chunks(held.buffer)
+    if stored is held.stored and version_of(stored) == held.version:
+        return param.layout.full_from_chunks(held.buffer)
     drop_held(root, param)
     return None
 
@@ -136,10 +139,12 @@ def issue_reduce(use: Use, grad: Tensor) -> None:
     if use.root.policy.check:
         compare_ranks(param, _REDUCE_CODE)
     source = layout.chunks_from_full(grad, param.reduce_dtype)
-    out = source.new_empty(param.chunk_numel)
+    out = source.new_empty(layout.chunk_shape)
     with param.reduce_label:
         handle = _collectives.reduce_scatter(out, source, param.group, param.policy.reduce_op)
-    use.landings.append(Landing(handle, out, source))
+    landing = Landing(handle, out, source)
+    use.landings.append(landing)
+    use.root.reducing[landing] = param
     if not param.policy.async_reduction:
         _wait(handle, param, _CODE_NAMES[_REDUCE_CODE])
 
@@ -152,6 +157,7 @@ def land_gradient(use: Use) -> Tensor | None:
     # Closes two hazards: reading the output before it is written, and freeing the input while it is read.
     _wait(landing.handle, use.param, _CODE_NAMES[_REDUCE_CODE])
     landing.move_to_landed(use.param.fqn)
+    use.root.reducing.pop(landing, None)
     landing.source = landing.handle = None
     return use.param.layout.shard_from_chunk(landing.out)
 
@@ -159,6 +165,15 @@ def land_gradient(use: Use) -> Tensor | None:
 def wait_reduction(handle: _collectives.Handle, params: list[ParamState]) -> None:
     """Wait for a bucket's collective."""
     _wait(handle, params[0], "reduction over the replicate axes of the bucket")
+
+
+def abandon_reductions(root: RootState) -> None:
+    """After a failed backward: reductions whose gradient nobody will take. Their tensors are read until they end."""
+    while root.reducing:
+        reduction, param = root.reducing.popitem()
+        if reduction.handle is not None:
+            _wait(reduction.handle, param, _CODE_NAMES[_REDUCE_CODE])
+        reduction.handle = reduction.source = None
 
 
 def compare_ranks(param: ParamState | None, code: int, *, group_of: ParamState | None = None) -> None:

@@ -23,6 +23,7 @@ from ._dtensor_layout import WeightLayout
 from ._policy import GTPPolicy
 
 if TYPE_CHECKING:
+    from ._autograd import SavedTensorHooks
     from ._replicate import Bucket, BucketUse
 
 
@@ -54,11 +55,12 @@ class ReduceState(IntEnum):
 class Gather:
     """The gather of one weight in one direction: its state, its buffer while it has one."""
 
-    __slots__ = ("buffer", "handle", "name", "source", "state")
+    __slots__ = ("buffer", "handle", "name", "source", "state", "stored")
 
     def __init__(self, name: str):
         self.name = name
         self.state = GatherState.SHARDED
+        self.stored: Tensor | None = None  # the DTensor whose shard was sent: users swap parameters in and out
         self.buffer: Tensor | None = None
         self.source: Tensor | None = None
         self.handle: _collectives.Handle | None = None
@@ -90,25 +92,33 @@ class Held(NamedTuple):
     """A gathered buffer kept beyond its pass, and what it must match to still be fresh."""
 
     buffer: Tensor
-    shard: Tensor
-    version: int
+    stored: Tensor
+    version: tuple[int, int]
     explicit: bool  # asked for by ``unshard()``; stays over forwards
 
 
 class Owner(NamedTuple):
-    """A module that has the parameter among its own, and under which name."""
+    """A module that has the parameter among its own, and under which name.
+
+    ``parameters`` is the module's own dict: what it holds now, without asking whether the module still lives.
+    """
 
     module: weakref.ref[nn.Module]
     name: str
+    parameters: dict[str, nn.Parameter | None]
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Owner:
+        return cls(weakref.ref(module), name, module._parameters)
 
 
 class ParamState:
     """One parameter of a root, shared by every module that it is tied to."""
 
     __slots__ = (
-        "__weakref__", "bucket", "chunk_numel", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathers", "group",
+        "__weakref__", "bucket", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathers", "group",
         "held", "index", "layout", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy", "reduce_label",
-        "steps", "unit", "unsynced", "use",
+        "steps", "unit", "unsynced", "unsynced_partial", "use",
     )  # fmt: skip
 
     def __init__(self, fqn: str, param: nn.Parameter, layout: WeightLayout, policy: GTPPolicy):
@@ -122,19 +132,18 @@ class ParamState:
         self.compute_dtype = policy.mp.param_dtype if param.dtype.is_floating_point else None
         self.partial_over_tp = False  # declared by a tensor-parallel style; DTensor gradients say it themselves
         self.unit: object = None
-        self.bucket: Bucket | None = None
+        self.bucket = -1  # index into the root's buckets; -1: no ranks to reduce over
         self.group: dist.ProcessGroup | None = None
         self.gathers: tuple[Gather, Gather, Gather] | None = None
         self.held: Held | None = None
         self.use: Use | None = None  # open in some frame of the forward that is running
         self.pending_use: Use | None = None  # prepared one weight ahead
         self.unsynced = False  # ``param.grad`` holds a part that the replicate axes have not reduced
+        self.unsynced_partial = False  # ... and that is a partial sum over tp
         self.steps = 0  # optimizer steps seen
-        self.chunk_numel = 0
         self.full_bytes = 0
         if layout.shard_dim is not None:
             self.group = layout.mesh.get_group("gtp_remat")
-            self.chunk_numel = _collectives.numel(layout.chunk_shape)
             self.full_bytes = layout.gathered_numel * self.wire_dtype.itemsize
         self.rename(fqn)
 
@@ -161,20 +170,18 @@ class ParamState:
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        return getattr(self.param, "grad_dtype", None) or self.param.dtype
+        param = self.param
+        return (getattr(param, "grad_dtype", None) if param.is_leaf else None) or param.dtype
 
     def current(self) -> nn.Parameter | None:
         """The parameter that the model holds now, if it has this layout.
 
         Read from the module each time: an outer ``fully_shard`` swaps parameters in and out, users replace them.
         """
-        for owner in self.owners:
-            module = owner.module()
-            if module is None:
-                continue
-            stored = module._parameters.get(owner.name)
+        for _, name, parameters in self.owners:
+            stored = parameters.get(name)
             if stored is self.param:
-                return self.param
+                return stored
             if isinstance(stored, DTensor):
                 return self.adopt(stored) if self.layout.matches(stored) else None
         return self.param
@@ -185,8 +192,24 @@ class ParamState:
 
     def shard(self) -> Tensor:
         """The local shard, outside autograd."""
-        local = self.param._local_tensor  # type: ignore[attr-defined]
-        return local.detach() if local.requires_grad else local
+        return local_shard(self.param)
+
+    def drop_pending(self) -> None:
+        """Forget a use that was prepared ahead and never came. Its token's node refers back to it."""
+        if self.pending_use is not None:
+            self.pending_use.token = self.pending_use.bucket_use = None
+            self.pending_use = None
+
+
+def local_shard(stored: Any) -> Tensor:
+    """The local tensor of a stored DTensor, outside autograd."""
+    local: Tensor = stored._local_tensor
+    return local.detach() if local.requires_grad else local
+
+
+def version_of(stored: Any) -> tuple[int, int]:
+    """Changes with every in-place write that leaves a trace: through the DTensor, or on its local tensor."""
+    return stored._version, stored._local_tensor._version
 
 
 class Use:
@@ -197,13 +220,15 @@ class Use:
     failed backward cannot leave a stale entry for the next.
     """
 
-    __slots__ = ("attached", "bucket_use", "full", "landings", "node", "packed", "param", "root", "token")
+    __slots__ = ("attached", "bucket_use", "full", "landings", "node", "packed", "param", "root", "storage", "stored", "token")
 
     def __init__(self, root: RootState, param: ParamState):
         self.root = root
         self.param = param
+        self.stored: Tensor = param.param  # what backward must gather again
         self.token: Tensor | None = None
         self.full: Tensor | None = None
+        self.storage = 0  # identity of the full weight's storage while a frame holds it
         self.attached: Tensor | None = None
         self.bucket_use: BucketUse | None = None
         self.node: Any = None
@@ -232,6 +257,15 @@ class Session:
         self.bucket_uses: dict[tuple[int, int], BucketUse] = {}
         self.pending: ParamState | None = None
 
+    def close(self) -> None:
+        """Let go of tensors whose autograd nodes refer back to their owners: cycles that no collector sees."""
+        if self.pending is not None:
+            self.pending.drop_pending()
+            self.pending = None
+        for bucket_use in self.bucket_uses.values():
+            bucket_use.close()
+        self.bucket_uses.clear()
+
 
 class BackwardPass:
     """One graph task: the weights that its saved tensors brought back."""
@@ -240,28 +274,26 @@ class BackwardPass:
 
     def __init__(self, chains: Chains[int]):
         self.walk: Pass[int] = Pass(chains, Direction.BACKWARD)
-        self.cached: dict[int, Tensor] = {}
+        self.cached: dict[int, tuple[Tensor, Tensor]] = {}  # by parameter: what was gathered, the full weight
         self.passing: ParamState | None = None  # nothing will land for it: goes when another weight comes
 
 
 class ModuleState:
     """What a wrapped module knows: its root and its own parameters' states."""
 
-    __slots__ = ("casts", "entries", "mesh", "parent", "reads_children", "root", "self_ref")
+    __slots__ = ("casts", "entries", "mesh", "parent", "root", "saves_weights")
 
-    def __init__(self, module: nn.Module, root: RootState):
-        self.self_ref = weakref.ref(module)
+    def __init__(self, root: RootState):
         self.root = root
         self.entries: dict[str, ParamState] = {}
         self.casts: GTPPolicy | None = None  # set, with the mesh, on modules that gtp_shard was called on
         self.mesh: DeviceMesh | None = None
         self.parent: weakref.ref[nn.Module] | None = None
-        self.reads_children = False
+        self.saves_weights = False  # calls may save gathered weights for backward: owners, and readers of children's
 
-    @property
-    def needs_hooks(self) -> bool:
-        """Whether calls of this module may save gathered weights for backward."""
-        return self.reads_children or any(entry.is_sharded for entry in self.entries.values())
+    def add(self, name: str, param: ParamState) -> None:
+        self.entries[name] = param
+        self.saves_weights |= param.is_sharded
 
 
 class RootState:
@@ -274,9 +306,9 @@ class RootState:
         self.originals: dict[int, tuple[weakref.ref[Any], str]] = {}  # tensors replaced by sharding
         self.initialized = False
         self.lookahead = policy.lookahead_bytes or 0
-        self.size_of: Callable[[int], int] = _not_installed
+        self.full_bytes: list[int] = []
         self.prefetchers: tuple[Callable[[int], bool], ...] = ()
-        self.rematerialize: Callable[..., Tensor] = _not_installed
+        self.hooks: SavedTensorHooks | None = None
         self.wrap_reader: Callable[[nn.Module], None] = _not_installed
         self.token_grads: dict[torch.device, Tensor] = {}
         # the forward that is running
@@ -285,8 +317,9 @@ class RootState:
         self.by_storage: dict[int, Use] = {}
         # backwards that are running, by graph task
         self.passes: dict[int, BackwardPass] = {}
-        # gathers in flight, by direction
+        # gathers in flight, by direction; gradient reductions in flight
         self.in_flight: tuple[dict[int, ParamState], ...] = ({}, {}, {})
+        self.reducing: dict[Any, ParamState] = {}
         self.chains: Chains[int] = Chains()
         self.tail: ParamState | None = None
         self.keepers: dict[int, ParamState] = {}  # parameters with a held buffer
@@ -303,6 +336,7 @@ class RootState:
         for param in params:
             param.index = len(self.params)
             self.params.append(param)
+            self.full_bytes.append(param.full_bytes)
 
     def sharded(self) -> list[ParamState]:
         return [param for param in self.params if param.is_sharded]
