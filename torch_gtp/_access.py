@@ -7,7 +7,7 @@ Everything else (setting, deleting, registering, state dicts, ``parametrize``) g
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import nn
 
@@ -86,13 +86,13 @@ def wrap(module: nn.Module, root: RootState, names: tuple[str, ...], mixin: type
     mine = vars(type(module))  # not inherited: an outer fully_shard may have made a subclass of ours
     base: type[nn.Module] = mine.get("_gtp_base", type(module))
     mixin = mixin if mixin is not None else mine.get("_gtp_mixin")
-    module.__class__ = wrapped_class(base, tuple(sorted({*names, *mine.get("_gtp_names", ())})), mixin)
+    module.__class__ = wrapped_class(cast(Any, base), tuple(sorted({*names, *mine.get("_gtp_names", ())})), mixin)
     if isinstance(module, nn.RNNBase):
         module.__dict__.pop("_flat_weights", None)
     return state
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def wrapped_class(base: type[nn.Module], names: tuple[str, ...], mixin: type | None) -> type[nn.Module]:
     """The subclass of ``base`` with a property per name. Equal arguments give the same class."""
 

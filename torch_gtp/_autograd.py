@@ -85,7 +85,7 @@ def local_gradient(grad: Tensor, tp_spec: DTensorSpec | None) -> tuple[Tensor, b
     if tp_spec is not None and grad.placements != tp_spec.placements:
         partial = isinstance(tp_spec.placements[0], Replicate) and is_sum(grad.placements[0])
         if not partial:
-            grad = cast(DTensor, grad.redistribute(placements=tp_spec.placements))
+            grad = grad.redistribute(placements=tp_spec.placements)
     local = grad.to_local() if torch.is_grad_enabled() and grad.requires_grad else grad._local_tensor
     return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local), partial
 
@@ -96,7 +96,7 @@ def is_sum(placement: Placement) -> bool:
 
 def as_gradient(param: ParamState, shard: Tensor) -> Tensor:
     """A reduced local shard as the DTensor that ``AccumulateGrad`` expects."""
-    if shard.dtype != param.grad_dtype:
+    if shard.dtype != param.layout.dtype or param.param.dtype != param.layout.dtype:
         shard = shard.to(param.grad_dtype)
     if shard.requires_grad:
         return cast(Tensor, ToDTensor.apply(shard, param.layout))

@@ -7,7 +7,7 @@ wrong value: whoever uses a weight always gets that weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -83,7 +83,7 @@ class Pass(Generic[T]):
         """Whether the last use was the last of the prediction."""
         return bool(self._predicted) and self._cursor == len(self._predicted)
 
-    def issue_ahead(self, budget: int, sizes: Mapping[T, int] | Sequence[int], issue: Callable[[T], bool]) -> None:
+    def issue_ahead(self, budget: int, size_of: Callable[[T], int], issue: Callable[[T], bool]) -> None:
         """Offer the coming items for prefetch, in order, while ``budget`` bytes allow; always at least one.
 
         ``issue`` starts the gather and says whether it did (``False``: the item needs none, go on to the next);
@@ -92,7 +92,7 @@ class Pass(Generic[T]):
         predicted, end = self._predicted, len(self._predicted)
         while self._frontier < end:
             item = predicted[self._frontier]
-            nbytes = sizes[item]  # type: ignore[index]
+            nbytes = size_of(item)
             if self.outstanding and self.outstanding + nbytes > budget:
                 return
             try:

@@ -25,7 +25,7 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-_OPS = {"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM}
+_OPS = MappingProxyType({"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM})
 
 
 def _options(kind: type, op: str | None = None) -> Any:
@@ -43,7 +43,9 @@ _REDUCE_OPTIONS = MappingProxyType({op: _options(c10d.AllreduceOptions, op) for 
 # The process group's own methods: the functions of torch.distributed around them cost as much again in host time. Torch
 # 2.13 renamed the ones for flat tensors.
 _start_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
-_start_scatter: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+_start_scatter: Any = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+)
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Handle:

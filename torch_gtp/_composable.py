@@ -262,6 +262,8 @@ def _collect(module: nn.Module, mesh: DeviceMesh, policy: GTPPolicy, reader: Pla
             if tensor is None or (state is not None and name in state.entries):
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
+            if isinstance(tensor, nn.parameter.UninitializedParameter):
+                raise ValueError(f"{fqn}: an uninitialised lazy parameter; run a forward once before gtp_shard")
             item = found.setdefault(id(tensor), _Found(fqn, tensor))
             item.owners.append((child, name))
             item.partial_over_tp |= id(tensor) in partial
@@ -286,7 +288,9 @@ def _collect(module: nn.Module, mesh: DeviceMesh, policy: GTPPolicy, reader: Pla
 def _check_owner(fqn: str, owner: nn.Module) -> None:
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
         if owner.sparse:
-            raise ValueError(f"{fqn}: sparse gradients cannot be reduce-scattered; build the embedding with sparse=False")
+            raise ValueError(
+                f"{fqn}: sparse gradients cannot be reduce-scattered; build the embedding with sparse=False"
+            )
         if owner.max_norm is not None:
             raise ValueError(
                 f"{fqn}: max_norm rewrites rows of the weight in forward, which would change the gathered copy and not the "
@@ -322,7 +326,9 @@ def _choose_dim(fqn: str, shape: torch.Size, plan: WeightPlan, limit: int) -> tu
     if plan.forces_shard:
         dim = plan.shard_dim or 0
         if not -len(shape) <= dim < len(shape):
-            raise ValueError(f"{fqn}: WeightPlan(shard_dim={dim}) on a tensor of shape {tuple(shape)}; name one of its dims")
+            raise ValueError(
+                f"{fqn}: WeightPlan(shard_dim={dim}) on a tensor of shape {tuple(shape)}; name one of its dims"
+            )
         return dim % len(shape), None
     if len(shape) < 2:
         return None, f"{fqn}: {len(shape)}-D (only tensors of two and more dims are sharded unless the plan says so)"
@@ -352,10 +358,10 @@ def _tensor_parallel_spec(fqn: str, tensor: nn.Parameter, mesh: DeviceMesh) -> A
 
 
 def _check_tensor(fqn: str, tensor: nn.Parameter, mesh: DeviceMesh) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedParameter):
-        raise ValueError(f"{fqn}: an uninitialised lazy parameter; run a forward once before gtp_shard")
     if tensor.is_complex():
-        raise ValueError(f"{fqn}: complex dtype {tensor.dtype}; keep it out of the module or store real and imaginary parts")
+        raise ValueError(
+            f"{fqn}: complex dtype {tensor.dtype}; keep it out of the module or store real and imaginary parts"
+        )
     if tensor.is_quantized or tensor.layout is not torch.strided:
         raise ValueError(f"{fqn}: quantized or sparse storage cannot be sharded; dequantize or densify it first")
     if tensor.device.type not in (mesh.device_type, "meta"):
@@ -438,37 +444,38 @@ _MODULE_INTERNALS = frozenset(
 
 def _take_over(module: nn.Module, root: RootState) -> None:
     """Make every parameter below ``module``, those of roots sharded before included, a parameter of ``root``."""
-    seen: dict[int, ParamState] = {}
-    by_origin: dict[object, ParamState] = {}
+    owned: list[tuple[str, nn.Module, ModuleState, str, ParamState]] = []
+    first_of: dict[object, tuple[str, ParamState]] = {}
     for prefix, child in module.named_modules():
         state = _access.state_of(child)
         if state is None:
             continue
-        former, state.root = state.root, root
-        if former is not root:
-            if former.frames or former.passes:
-                raise ValueError(f"gtp_shard({type(module).__name__}): called while a forward or backward of {prefix} runs")
-            root.originals.update(former.originals)
-        for name, param in list(state.entries.items()):
-            first = by_origin.setdefault(param.origin, param)
-            if first is not param:  # one tensor before its two owners were sharded one by one
-                _tie(child, name, state, param, first)
-                param = first
-            if id(param) not in seen:
-                seen[id(param)] = param
-                param.rename(f"{prefix}.{name}" if prefix else name)
-    root.add(seen.values())
-
-
-def _tie(module: nn.Module, name: str, state: ModuleState, param: ParamState, first: ParamState) -> None:
-    if not first.layout.matches(cast(DTensor, param.param)):
-        raise ValueError(
-            f"{first.fqn} and {param.fqn} were one tensor and are now sharded differently; shard their common parent in one "
-            "call, or give both the same plan"
-        )
-    module._parameters[name] = first.param
-    state.add(name, first)
-    first.owners.append(Owner.of(module, name))
+        if state.root is not root and (state.root.frames or state.root.passes):
+            raise ValueError(f"gtp_shard({type(module).__name__}): called while a forward or backward of {prefix} runs")
+        for name, param in state.entries.items():
+            fqn = f"{prefix}.{name}" if prefix else name
+            first_fqn, first = first_of.setdefault(param.origin, (fqn, param))
+            if first is not param and not first.layout.matches(cast(DTensor, param.param)):
+                raise ValueError(
+                    f"{first_fqn} and {fqn} were one tensor and are now sharded differently; shard their common parent in "
+                    "one call, or give both the same plan"
+                )
+            owned.append((fqn, child, state, name, param))
+    # Checked; from here on nothing is refused.
+    for fqn, child, state, name, param in owned:
+        first_fqn, first = first_of[param.origin]
+        if first is not param:  # one tensor, before its two owners were sharded one by one
+            child._parameters[name] = first.param
+            state.add(name, first)
+            first.owners.append(Owner.of(child, name))
+        elif fqn == first_fqn:
+            param.rename(fqn)
+    for child in module.modules():
+        state = _access.state_of(child)
+        if state is not None and state.root is not root:
+            root.originals.update(state.root.originals)
+            state.root = root
+    root.add(param for _, param in first_of.values())
 
 
 def _finish_root(root: RootState) -> None:

@@ -173,11 +173,17 @@ class WeightLayout:
         """Whether another DTensor could take this parameter's place unnoticed."""
         return (
             other._spec is self.spec
-            or (other.placements == self.spec.placements and other.shape == self.shape and other.device_mesh == self.mesh)
+            or (
+                other.placements == self.spec.placements
+                and other.shape == self.shape
+                and other.device_mesh == self.mesh
+            )
         ) and other._local_tensor.shape == self.shard_shape
 
 
-def make_spec(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+def make_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
     return DTensorSpec(mesh, tuple(placements), TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype))
 
 
@@ -190,7 +196,9 @@ def make_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return _new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
-def combined_placements(mesh: DeviceMesh, tp_placement: Placement | None, shard_dim: int | None) -> tuple[Placement, ...]:
+def combined_placements(
+    mesh: DeviceMesh, tp_placement: Placement | None, shard_dim: int | None
+) -> tuple[Placement, ...]:
     """Placements on the whole mesh for a parameter with ``tp_placement`` whose slice is split on ``shard_dim``.
 
     ``tp`` is the outer split whatever the mesh order. DTensor nests shards of one dim from left to right, so where
@@ -221,9 +229,7 @@ def make_layout(
     tp_placement = tp_spec.placements[0] if tp_spec is not None else None
     tp_shape = list(shape)
     if isinstance(tp_placement, Shard):
-        start, end = chunk_bounds(
-            shape[tp_placement.dim], axis_size(mesh, TP_AXIS), axis_coordinate(mesh, TP_AXIS)
-        )
+        start, end = chunk_bounds(shape[tp_placement.dim], axis_size(mesh, TP_AXIS), axis_coordinate(mesh, TP_AXIS))
         tp_shape[tp_placement.dim] = end - start
     return WeightLayout(
         mesh=mesh,

@@ -1,16 +1,18 @@
 """When things run. One turn of a weight, in each direction, reads from top to bottom like the schedule::
 
-    forward, turn of weight i          backward, first look at weight i
-      gather i (if nobody foresaw it)    gather i (if nobody foresaw it)
-      gather i+1, i+2, ... (budget)      gather i-1, i-2, ... (budget)
-      LandGradient of i+1                wait for gather i
-      wait for gather i                  GEMMs of i
-      UseWeight of i, GEMM of i          reduce i (UseWeight), land i+1 (LandGradient)
+forward, turn of weight i          backward, first look at weight i
+  gather i (if nobody foresaw it)    gather i (if nobody foresaw it)
+  gather i+1, i+2, ... (budget)      gather i-1, i-2, ... (budget)
+  LandGradient of i+1                wait for gather i
+  wait for gather i                  GEMMs of i
+  UseWeight of i, GEMM of i          reduce i (UseWeight), land i+1 (LandGradient)
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -177,8 +179,8 @@ def _turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> 
         if gather.state is GatherState.SHARDED:
             _runtime.issue_gather(root, param, direction, stored)
     walk.arrived(param.index)
-    if root.policy.prefetch:
-        walk.issue_ahead(root.lookahead, root.full_bytes, root.prefetchers[direction])
+    if root.prefetch:
+        walk.issue_ahead(root.lookahead, root.full_bytes.__getitem__, root.prefetchers[direction])
     if attach:
         if use.token is None:
             _make_landing_node(root, session, use)  # nobody foresaw it; still older than the next weight's
@@ -225,6 +227,7 @@ def _attach(root: RootState, use: Use) -> Tensor:
     param = use.param
     if use.token is None:
         _make_landing_node(root, root.session, use)
+    assert use.token is not None
     if param.layout.tp_spec is not None:
         output: Tensor = make_dtensor(use.full, tensor_parallel_spec(param, use.full.dtype))
     else:
@@ -260,7 +263,7 @@ def _let_go(root: RootState, use: Use, *, failed: bool) -> None:
         return
     if not param.policy.reshard_after_forward:
         _runtime.hold(root, param, buffer, use.stored, explicit=False)
-    elif walk.foresees_end and root.policy.prefetch:
+    elif walk.foresees_end and root.prefetch:
         # The last weight of the forward is the first of the backward that follows at once.
         _runtime.hold(root, param, buffer, use.stored, explicit=False)
         root.tail = param
@@ -313,8 +316,8 @@ def _backward_turn(root: RootState, running: BackwardPass, param: ParamState, st
         if gather.state is GatherState.SHARDED:
             _runtime.issue_gather(root, param, Direction.BACKWARD, stored)
     walk.arrived(param.index)
-    if root.policy.prefetch:
-        walk.issue_ahead(root.lookahead, root.full_bytes, root.prefetchers[Direction.BACKWARD])
+    if root.prefetch:
+        walk.issue_ahead(root.lookahead, root.full_bytes.__getitem__, root.prefetchers[Direction.BACKWARD])
     if full is None:
         if gather.state is GatherState.GATHERING:
             full = _runtime.wait_gather(root, param, Direction.BACKWARD)
@@ -418,11 +421,8 @@ def install(root: RootState) -> None:
     """Give a root the callables that its hot paths need, bound once and without a cycle back to it."""
     reference = weakref.ref(root)
 
-    def prefetcher(direction: Direction) -> Any:
-        def issue(index: int) -> bool:
-            return prefetch(cast(RootState, reference()), direction, index)
-
-        return issue
+    def prefetcher(direction: Direction) -> Callable[[int], bool]:
+        return lambda index: prefetch(cast(RootState, reference()), direction, index)
 
     root.prefetchers = tuple(prefetcher(direction) for direction in Direction)
     root.hooks = SavedTensorHooks(root.by_storage, rematerialize)
@@ -473,7 +473,7 @@ def block_bytes(root: RootState, top: nn.Module | None) -> int:
         if len(totals) < 2:
             continue
         if max(len(weights) for weights in held) == 1:
-            totals = [first + second for first, second in zip(totals, totals[1:], strict=False)]
+            totals = [first + second for first, second in itertools.pairwise(totals)]
         best = max(best, *totals)
     return best or sum(sizes[:2])
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from ._access import state_of
 from ._state import ParamState
 
 
 def materialize_meta(
-    model: nn.Module, seed: int, init: Callable[[nn.Module], object] | None = None, *, device: torch.device | str | None = None
+    model: nn.Module,
+    seed: int,
+    init: Callable[[nn.Module], object] | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> None:
     """Give every meta parameter and buffer of ``model`` memory and its initial value, one module at a time.
 
@@ -73,7 +79,7 @@ def _initialise(
         if init is not None:
             init(module)
         elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+            cast(Any, module).reset_parameters()
         else:
             raise ValueError(
                 f"materialize_meta: {prefix or 'the model'} ({type(module).__name__}) has parameters {sorted(pending)} and no "
@@ -103,7 +109,7 @@ def _store(stored: nn.Parameter, full: Tensor, param: ParamState | None) -> None
     layout = param.layout
     part = full
     if layout.tp_spec is not None and not layout.tp_spec.placements[0].is_replicate():
-        dim = layout.tp_spec.placements[0].dim
+        dim = cast(Shard, layout.tp_spec.placements[0]).dim
         chunks = torch.chunk(full, layout.tp_spec.mesh.size(), dim)
         rank = layout.tp_spec.mesh.get_local_rank()
         part = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
@@ -131,7 +137,9 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
     state = state_of(module)
     for param in state.root.params if state is not None else ():
         kind = param.layout.mesh.device_type
-        return torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device("cpu")
+        return (
+            torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device("cpu")
+        )
     return torch.device("cpu")
 
 

@@ -83,6 +83,7 @@ class GTPPolicy:
 
     @property
     def reduce_op(self) -> Literal["avg", "sum"]:
+        """``reduction`` in the words of a collective."""
         return "avg" if self.reduction == "mean" else "sum"
 
 
@@ -117,6 +118,7 @@ class WeightPlan:
 
     @property
     def forces_shard(self) -> bool:
+        """Whether the parameter is sharded whatever its size."""
         return self.replicate is False or self.shard_dim is not None
 
 

@@ -53,7 +53,9 @@ class Flight:
 
     __slots__ = ("buffer", "handle", "params", "shapes", "source")
 
-    def __init__(self, handle: _collectives.Handle | None, buffer: Tensor, params: list[ParamState], shapes: list[torch.Size]):
+    def __init__(
+        self, handle: _collectives.Handle | None, buffer: Tensor, params: list[ParamState], shapes: list[torch.Size]
+    ):
         self.handle, self.buffer, self.params, self.shapes = handle, buffer, params, shapes
         self.source: Tensor | None = buffer  # reduced in place
 

@@ -16,28 +16,38 @@ _CODE_NAMES = ("forward gather", "backward gather", "recompute gather", "gradien
 def issue_gather(root: RootState, param: ParamState, direction: Direction, stored: Tensor) -> None:
     """Start gathering the shards of ``stored`` for ``direction``: SHARDED -> GATHERING."""
     assert param.gathers is not None and param.group is not None
-    gather, layout = param.gathers[direction], param.layout
+    gather = param.gathers[direction]
     shard = local_shard(stored)
+    if root.check:
+        compare_ranks(param, direction)
+    gather.move(GatherState.GATHERING)
+    dtype = param.wire_dtype
+    buffer = _buffers.allocate(param.layout.gathered_shape, dtype, shard.device)
+    if shard is param.sendable and shard.dtype == dtype:
+        source = shard
+    else:
+        source = _source_of_gather(param, shard, buffer)
+    with param.gather_label:
+        gather.handle = _collectives.all_gather(buffer, source, param.group)
+    gather.buffer, gather.source, gather.stored = buffer, source, stored
+    root.in_flight[direction][param.index] = param
+
+
+def _source_of_gather(param: ParamState, shard: Tensor, buffer: Tensor) -> Tensor:
+    """What this rank sends: the shard itself where nothing has to be cast or padded."""
+    layout = param.layout
     if shard.is_meta:
         raise ValueError(
             f"{param.fqn}: forward on a parameter that is still on the meta device; initialise it first, for "
             "example with torch_gtp.materialize_meta(model, seed)"
         )
-    if root.policy.check:
-        compare_ranks(param, direction)
-    gather.move(GatherState.GATHERING)
-    dtype = param.wire_dtype
-    buffer = _buffers.allocate(layout.gathered_shape, dtype, shard.device)
-    if shard.dtype == dtype and shard.shape == layout.chunk_shape and shard.is_contiguous():
-        source = shard
-    else:
-        # The cast and the pad write this rank's own slot of the result, which the gather then need not copy.
-        source = layout.own_chunk(buffer)
-        layout.shard_from_chunk(source).copy_(shard)
-    with param.gather_label:
-        gather.handle = _collectives.all_gather(buffer, source, param.group)
-    gather.buffer, gather.source, gather.stored = buffer, source, stored
-    root.in_flight[direction][param.index] = param
+    if shard.dtype == buffer.dtype and shard.shape == layout.chunk_shape and shard.is_contiguous():
+        param.sendable = shard
+        return shard
+    # The cast and the pad write this rank's own slot of the result, which the gather then need not copy.
+    source = layout.own_chunk(buffer)
+    layout.shard_from_chunk(source).copy_(shard)
+    return source
 
 
 def wait_gather(root: RootState, param: ParamState, direction: Direction) -> Tensor:
@@ -136,7 +146,7 @@ def issue_reduce(use: Use, grad: Tensor) -> None:
     param = use.param
     layout = param.layout
     assert param.group is not None
-    if use.root.policy.check:
+    if use.root.check:
         compare_ranks(param, _REDUCE_CODE)
     source = layout.chunks_from_full(grad, param.reduce_dtype)
     out = source.new_empty(layout.chunk_shape)
@@ -201,7 +211,7 @@ def compare_ranks(param: ParamState | None, code: int, *, group_of: ParamState |
 
 def check_end_of_pass(root: RootState) -> None:
     """``policy.check``: a rank that leaves the pass early meets the others' next gather here."""
-    if root.policy.check:
+    if root.check:
         seen: list[object] = []
         for param in root.sharded():
             if all(param.group is not group for group in seen):

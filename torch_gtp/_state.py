@@ -118,7 +118,7 @@ class ParamState:
     __slots__ = (
         "__weakref__", "bucket", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathers", "group",
         "held", "index", "layout", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy", "reduce_label",
-        "steps", "unit", "unsynced", "unsynced_partial", "use",
+        "sendable", "steps", "unit", "unsynced", "unsynced_partial", "use",
     )  # fmt: skip
 
     def __init__(self, fqn: str, param: nn.Parameter, layout: WeightLayout, policy: GTPPolicy):
@@ -136,6 +136,7 @@ class ParamState:
         self.group: dist.ProcessGroup | None = None
         self.gathers: tuple[Gather, Gather, Gather] | None = None
         self.held: Held | None = None
+        self.sendable: Tensor | None = None  # the local shard that was last found fit to be sent as it is
         self.use: Use | None = None  # open in some frame of the forward that is running
         self.pending_use: Use | None = None  # prepared one weight ahead
         self.unsynced = False  # ``param.grad`` holds a part that the replicate axes have not reduced
@@ -220,7 +221,19 @@ class Use:
     failed backward cannot leave a stale entry for the next.
     """
 
-    __slots__ = ("attached", "bucket_use", "full", "landings", "node", "packed", "param", "root", "storage", "stored", "token")
+    __slots__ = (
+        "attached",
+        "bucket_use",
+        "full",
+        "landings",
+        "node",
+        "packed",
+        "param",
+        "root",
+        "storage",
+        "stored",
+        "token",
+    )
 
     def __init__(self, root: RootState, param: ParamState):
         self.root = root
@@ -302,6 +315,7 @@ class RootState:
     def __init__(self, module: nn.Module, policy: GTPPolicy):
         self.module = weakref.ref(module)
         self.policy = policy
+        self.check, self.prefetch = policy.check, policy.prefetch  # read in every turn
         self.params: list[ParamState] = []
         self.originals: dict[int, tuple[weakref.ref[Any], str]] = {}  # tensors replaced by sharding
         self.initialized = False

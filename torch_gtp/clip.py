@@ -88,7 +88,9 @@ def _split_axes(grad: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     if any(placement.is_partial() for placement in grad.placements):
         raise ValueError(f"clip_grad_norm_: a gradient is a partial sum ({grad.placements}); reduce it first")
     axes = tuple(
-        axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate() and grad.device_mesh.size(axis) > 1
+        axis
+        for axis, placement in enumerate(grad.placements)
+        if not placement.is_replicate() and grad.device_mesh.size(axis) > 1
     )
     return (grad.device_mesh, axes)
 

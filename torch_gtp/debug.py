@@ -40,6 +40,7 @@ class Report:
 
     @property
     def sharded_count(self) -> int:
+        """How many parameters are split over ``gtp_remat``."""
         return sum(weight.sharded for weight in self.weights)
 
     @property
@@ -64,13 +65,16 @@ class Report:
             for weight in self.weights
         ]
         widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in (head, *rows)
+        ]
         axes = ", ".join(f"{name}={size}" for name, size in self.axes.items())
         lines += [
             f"{self.sharded_count} of {len(self.weights)} parameters sharded; axes: {axes}",
             f"parameter bytes per rank: {self.bytes_sharded} (whole: {self.bytes_plain})",
-            f"gathered at most: {self.gathered_bytes} B (lookahead {self.lookahead_bytes} B); FSDP2 per block, two blocks: "
-            f"{self.fsdp2_gathered_bytes} B",
+            f"gathered at most: {self.gathered_bytes} B, of it {self.lookahead_bytes} B ahead",
+            f"gathered by FSDP2 per block (two blocks): {self.fsdp2_gathered_bytes} B",
             f"policy: {self.policy}",
         ]
         return "\n".join(lines)
@@ -92,7 +96,9 @@ def explain(model: nn.Module) -> Report:
     """
     state = state_of(model)
     if state is None:
-        raise ValueError(f"explain({type(model).__name__}): not under gtp_shard; call it on the module that was sharded")
+        raise ValueError(
+            f"explain({type(model).__name__}): not under gtp_shard; call it on the module that was sharded"
+        )
     root = state.root
     forward = _places(root, Direction.FORWARD)
     backward = _places(root, Direction.BACKWARD)
