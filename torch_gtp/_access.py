@@ -97,7 +97,9 @@ def wrapped_class(base: type[nn.Module], names: tuple[str, ...], mixin: type | N
     """The subclass of ``base`` with a property per name. Equal arguments give the same class."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: ModuleState = self.__dict__["_gtp"]
+        state = state_of(self)
+        if state is None:  # made from the class of a wrapped module (a slice of an nn.Sequential)
+            return base.__call__(self, *args, **kwargs)
         policy = state.casts
         if policy is not None and policy.mp.cast_forward_inputs and policy.mp.param_dtype is not None:
             args, kwargs = cast_floats((args, kwargs), policy.mp.param_dtype)  # type: ignore[misc]
@@ -111,7 +113,9 @@ def wrapped_class(base: type[nn.Module], names: tuple[str, ...], mixin: type | N
         return cast_floats(output, policy.mp.output_dtype) if policy is not None else output
 
     def load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        _hooks.forget_held(self.__dict__["_gtp"].root)
+        state = state_of(self)
+        if state is not None:
+            _hooks.forget_held(state.root)
         base._load_from_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def refuse_copy(self: nn.Module, *_: Any) -> NoReturn:

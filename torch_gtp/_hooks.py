@@ -98,6 +98,8 @@ def read_parameter(state: ModuleState, param: ParamState, stored: Any) -> Any:
             plain = True
         elif param.layout.matches(stored):
             param.adopt(stored)
+        elif root.gathered_depth:
+            return stored  # the full weight of a tensor-parallel one, inside gathered()
         elif root.frames:
             raise ValueError(
                 f"{param.fqn}: the parameter was replaced by a DTensor of another layout: got {stored.placements} of shape "
@@ -287,16 +289,16 @@ def rematerialize(packed: PackedWeight) -> Tensor:
     running = _backward_pass(root)
     if running is None:
         return _gather_once(root, param, packed.stored)
-    cached = running.cached.get(param.index)
-    if cached is None or cached[0] is not packed.stored:
-        full = _backward_turn(root, running, param, packed.stored)
-    else:
-        full = cached[1]
     passing = running.passing
     if passing is not None and passing is not param:
         # Nothing of it will land (frozen, or its gradient is not asked for), so nothing else would end its stay.
         _drop_cached(running, passing)
         running.passing = None
+    cached = running.cached.get(param.index)
+    if cached is not None and cached[0] is packed.stored:
+        full = cached[1]
+    else:
+        full = _backward_turn(root, running, param, packed.stored)
     if packed.node is None or not torch._C._will_engine_execute_node(packed.node):
         running.passing = param
     return full
@@ -440,10 +442,9 @@ def _initialize(root: RootState) -> None:
 
 def _find_units(root: RootState, top: nn.Module | None) -> None:
     """Which outer FSDP unit each parameter belongs to, and each wrapped module's parent."""
-    if top is None:
-        return
-
-    def walk(module: nn.Module, unit: object, parent: nn.Module | None) -> None:
+    to_visit: list[tuple[nn.Module, object, nn.Module | None]] = [(top, None, None)] if top is not None else []
+    while to_visit:
+        module, unit, parent = to_visit.pop()
         if isinstance(module, FSDPModule):
             unit = weakref.ref(module)
         state: ModuleState | None = module.__dict__.get("_gtp")
@@ -451,10 +452,7 @@ def _find_units(root: RootState, top: nn.Module | None) -> None:
             state.parent = weakref.ref(parent) if parent is not None else None
             for param in state.entries.values():
                 param.unit = unit
-        for child in module.children():
-            walk(child, unit, module)
-
-    walk(top, None, None)
+        to_visit.extend((child, unit, module) for child in module.children())
 
 
 def block_bytes(root: RootState, top: nn.Module | None) -> int:
