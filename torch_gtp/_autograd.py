@@ -2,10 +2,11 @@
 
 [Note: one-step reduce deferral]
 A use has two nodes: ``UseWeight`` where the weight is used, and ``LandGradient`` between it and the parameter, made
-one weight *earlier*. The engine runs the ready node that was made last. When ``UseWeight`` of weight i has launched
-its reduction, ``LandGradient`` of weight i is ready but older than everything of weight i-1, so it runs right after
-``UseWeight`` of weight i-1 has launched the next one: each reduction has the backward of one weight to hide behind,
-and the gradient reaches ``AccumulateGrad`` as a finished value, once, with every hook in its place.
+one weight *earlier* (more, if that one is too small to hide the reduction behind: ``_hooks._prepare_landings``). The
+engine runs the ready node that was made last. When ``UseWeight`` of weight i has launched its reduction,
+``LandGradient`` of weight i is ready but older than everything of weight i-1, so it runs right after ``UseWeight`` of
+weight i-1 has launched the next one: each reduction has the backward of one weight to hide behind, and the gradient
+reaches ``AccumulateGrad`` as a finished value, once, with every hook in its place.
 
 What flows between the two nodes is an empty token. The gradient itself travels through ``Use.landings``.
 """

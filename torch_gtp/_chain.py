@@ -7,6 +7,7 @@ wrong value: whoever uses a weight always gets that weight.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Generic, TypeVar
@@ -74,9 +75,9 @@ class Pass(Generic[T]):
                 return  # not in the prediction: stay, the old order may continue after this detour
         self._frontier = max(self._frontier, self._cursor)
 
-    @property
-    def next(self) -> T | None:
-        return self._predicted[self._cursor] if self._cursor < len(self._predicted) else None
+    def upcoming(self) -> Iterator[T]:
+        """The items expected next, nearest first."""
+        return itertools.islice(self._predicted, self._cursor, None)
 
     @property
     def foresees_end(self) -> bool:

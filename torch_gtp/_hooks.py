@@ -186,7 +186,7 @@ def _turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> 
     if attach:
         if use.token is None:
             _make_landing_node(root, session, use)  # nobody foresaw it; still older than the next weight's
-        _prepare_landing(root, session, param)
+        _prepare_landings(root, session, param)
     if full is None:
         full = _runtime.wait_gather(root, param, direction)
 
@@ -198,24 +198,25 @@ def _turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> 
     return use
 
 
-def _prepare_landing(root: RootState, session: Session, param: ParamState) -> None:
-    """Make the older node of the next weight's use now. See [Note: one-step reduce deferral]."""
-    index = session.walk.next
-    if session.pending is not None:
-        if session.pending.index != index:
-            session.pending.drop_pending()  # foreseen, not used
-        session.pending = None
-    if index is None:
-        return
-    following = root.params[index]
-    if following.unit is not param.unit or following.pending_use is not None:
-        # A deferral may not leave the outer FSDP unit: its reduction would run before this gradient lands.
-        return
-    if following.current() is None or not following.param.requires_grad:
-        return
-    following.pending_use = Use(root, following)
-    _make_landing_node(root, session, following.pending_use)
-    session.pending = following
+def _prepare_landings(root: RootState, session: Session, param: ParamState) -> None:
+    """Make the older nodes of coming uses. See [Note: one-step reduce deferral].
+
+    The next weight's in any case. Another's only if the weights between here and it are together smaller than it is: in
+    backward its reduction would not fit behind theirs, so it lands one weight later.
+    """
+    between = 0
+    for index in session.walk.upcoming():
+        following = root.params[index]
+        if following.unit is not param.unit:
+            return  # a deferral may not leave the outer FSDP unit: its reduction would run before this gradient lands
+        wanted = between < following.full_bytes and following.pending_use is None
+        if wanted and following.current() is not None and following.param.requires_grad:
+            following.pending_use = Use(root, following)
+            _make_landing_node(root, session, following.pending_use)
+            session.pending.append(following)
+        between += following.full_bytes
+        if between >= root.largest_bytes:
+            return
 
 
 def _make_landing_node(root: RootState, session: Session, use: Use) -> None:
@@ -435,6 +436,7 @@ def _initialize(root: RootState) -> None:
     module = root.module()
     _find_units(root, module)
     make_buckets(root)
+    root.largest_bytes = max(root.full_bytes, default=0)
     if root.policy.lookahead_bytes is None:
         root.lookahead = block_bytes(root, module)
     root.initialized = True

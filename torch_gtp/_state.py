@@ -268,13 +268,13 @@ class Session:
     def __init__(self, chains: Chains[int], direction: Direction):
         self.walk: Pass[int] = Pass(chains, direction)
         self.bucket_uses: dict[tuple[int, int], BucketUse] = {}
-        self.pending: ParamState | None = None
+        self.pending: list[ParamState] = []  # with a use prepared ahead
 
     def close(self) -> None:
         """Let go of tensors whose autograd nodes refer back to their owners: cycles that no collector sees."""
-        if self.pending is not None:
-            self.pending.drop_pending()
-            self.pending = None
+        for param in self.pending:
+            param.drop_pending()
+        self.pending.clear()
         for bucket_use in self.bucket_uses.values():
             bucket_use.close()
         self.bucket_uses.clear()
@@ -320,6 +320,7 @@ class RootState:
         self.originals: dict[int, tuple[weakref.ref[Any], str]] = {}  # tensors replaced by sharding
         self.initialized = False
         self.lookahead = policy.lookahead_bytes or 0
+        self.largest_bytes = 0
         self.full_bytes: list[int] = []
         self.prefetchers: tuple[Callable[[int], bool], ...] = ()
         self.hooks: SavedTensorHooks | None = None

@@ -1,0 +1,563 @@
+"""What a design with one fixed, process-wide order of weights has to assume, and what breaks each assumption.
+
+Stable identity, a deterministic order, a single pass at a time, fixed membership, no sharing, build once and run for
+ever: here every one of them is broken, and the numbers stay those of the plain model.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tests.dist.twin import (
+    REORDERED,
+    assert_grads,
+    assert_local,
+    check_twin,
+    gather_mesh,
+    gather_meter,
+    library_objects,
+    on_ranks,
+    plain_grads,
+    randn,
+    seeded,
+    shard,
+    training_run,
+)
+from tests.harness import current_double, state_leaks
+from tests.models import CASES, MLP
+
+run_mlp = training_run("mlp")
+
+
+def like(stored, full):
+    """A DTensor of a full value, laid out as another one."""
+    from tests.dist.twin import local_part
+
+    return DTensor.from_local(
+        local_part(stored, full),
+        stored.device_mesh,
+        stored.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+
+
+# ---- stable object identity
+
+
+@on_ranks(2)
+def test_a_parameter_replaced_by_one_of_the_same_layout_is_taken(rank, world):
+    """By assignment, by a load that rebinds, by swapping; between steps whose orders know the old object."""
+
+    def assign(model, name, full):
+        owner, _, attribute = name.rpartition(".")
+        stored = model.get_parameter(name)
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(like(stored, full)))
+
+    def rebind(model, name, full):
+        model.load_state_dict({name: like(model.get_parameter(name), full)}, strict=False, assign=True)
+
+    def swap(model, name, full):
+        stored = model.get_parameter(name)
+        torch.utils.swap_tensors(stored, nn.Parameter(like(stored, full)))
+
+    def register(model, name, full):
+        owner, _, attribute = name.rpartition(".")
+        stored = model.get_parameter(name)
+        model.get_submodule(owner).register_parameter(attribute, nn.Parameter(like(stored, full)))
+
+    def delete_and_set(model, name, full):
+        owner, _, attribute = name.rpartition(".")
+        stored = model.get_parameter(name)
+        delattr(model.get_submodule(owner), attribute)
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(like(stored, full)))
+
+    for replace in (assign, rebind, swap, register, delete_and_set):
+        plain, model = CASES["mlp"].build(), shard(CASES["mlp"].build())
+        for step, name in enumerate(("2.weight", "0.bias", "4.weight", "2.weight")):
+            full = randn(*plain.get_parameter(name).shape, seed=step)
+            with torch.no_grad():
+                plain.get_parameter(name).copy_(full)
+            old = model.get_parameter(name)
+            replace(model, name, full)
+            assert (model.get_parameter(name) is old) == (replace is swap)
+            for module in (plain, model):
+                run_mlp(module, 0)
+            what = f"gradients after {replace.__name__} of {name}"
+            assert_grads(model, {n: p.grad for n, p in plain.named_parameters()}, what=what)
+            model.zero_grad()
+            plain.zero_grad()
+
+
+@on_ranks(2)
+def test_a_parameter_replaced_by_one_of_another_layout_is_an_error_that_says_what_to_do(rank, world):
+    model = shard(CASES["mlp"].build())
+    mesh = gather_mesh()
+    wrong = {
+        "whole": DTensor.from_local(torch.zeros(9, 10), mesh, [Replicate()], run_check=False),
+        "columns": DTensor.from_local(torch.zeros(9, 5), mesh, [Shard(1)], run_check=False),
+        "shape": DTensor.from_local(torch.zeros(5, 10), mesh, [Shard(0)], run_check=False),
+    }
+    original = model[2].weight
+    for value in wrong.values():
+        model[2].weight = nn.Parameter(value)
+        with pytest.raises(ValueError, match=r"2\.weight: the parameter was replaced by a DTensor of another layout"):
+            model(randn(4, 6))
+        model[2].weight = original
+        assert not (leaks := state_leaks(current_double())), leaks
+    run_mlp(model, rank)
+    assert_grads(model, plain_grads(CASES["mlp"].build, run_mlp, world))
+
+
+@on_ranks(2)
+def test_a_parameter_replaced_by_a_plain_tensor_is_used_as_it_is(rank, world):
+    """Pruning, `functional_call` and adapters put full tensors in place; then nothing is gathered or reduced."""
+    plain, model = CASES["mlp"].build(), shard(CASES["mlp"].build())
+    value = randn(9, 10, seed=1)
+    for _ in range(2):
+        for module in (plain, model):
+            module[2].weight = nn.Parameter(value.clone())
+            run_mlp(module, 0)
+        assert torch.equal(model[2].weight.grad, plain[2].weight.grad)
+        assert torch.equal(model[2].weight, value)
+        for module in (plain, model):
+            module.zero_grad()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_swaps_in_averaged_parameters_and_back_sees_the_right_weights(rank, world):
+    """Values copied in place under `no_grad`, as moving averages are, are seen by the next forward."""
+    plain, model = CASES["mlp"].build(), shard(CASES["mlp"].build(), reshard_after_forward=False)
+    x = randn(4, 6)
+    for factor in (2.0, 0.5, 3.0):
+        with torch.no_grad():
+            for module in (plain, model):
+                for p in module.parameters():
+                    p.mul_(factor)
+        assert torch.equal(model(x), plain(x))
+
+
+@on_ranks(2)
+def test_modules_may_be_added_replaced_and_removed_between_steps(rank, world):
+    plain, model = (nn.ModuleDict({"body": CASES["mlp"].build()}) for _ in range(2))
+    shard(model["body"])
+
+    def both(change, *args):
+        for module in (plain, model):
+            change(module["body"], *args)
+            run_mlp(module["body"], 0)
+        grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        for name, p in model.named_parameters():
+            if isinstance(p.grad, DTensor):
+                assert_local({name: p.grad}, {name: grads[name]})
+            else:
+                assert torch.equal(p.grad, grads[name])
+        model.zero_grad()
+        plain.zero_grad()
+
+    def replace(body):
+        torch.manual_seed(1)
+        body[2] = nn.Linear(10, 9)
+
+    def remove(body):
+        del body[3]
+
+    def add(body):
+        torch.manual_seed(2)
+        body.append(nn.Linear(3, 3))
+
+    for change in (lambda body: None, replace, remove, add, lambda body: None):
+        both(change)
+
+
+@on_ranks(2)
+def test_a_sharded_block_may_move_to_another_place_of_the_model(rank, world):
+    def rotate(model):
+        layers = list(model.layers)
+        model.layers = nn.ModuleList(layers[1:] + layers[:1])
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    plain, model = seeded(Layers)(), shard(seeded(Layers)())
+    for _ in range(4):
+        for module in (plain, model):
+            module(randn(4, 6)).sum().backward()
+            rotate(module)
+        assert_grads(model, {n: p.grad for n, p in plain.named_parameters()})
+        model.zero_grad()
+        plain.zero_grad()
+
+
+# ---- a deterministic, fixed order
+
+
+class Wandering(nn.Module):
+    """Layers of equal size, visited in any order, as often as the path says; stops early."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x, path):
+        for index in path:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+PATHS = ["01234", "43210", "0", "2", "00", "0101", "01432", "024", "0123401234", "3", "01234", "31", "01234"]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1 << 20])
+@on_ranks(2)
+def test_any_order_of_layers_equals_the_plain_model_whatever_was_predicted(rank, world, lookahead):
+    """Early exits, skipped experts, repeated and reversed layers: a wrong prediction costs a gather, never a value."""
+    model = shard(seeded(Wandering)(), lookahead_bytes=lookahead)
+    with gather_meter() as meter:
+        for path in PATHS:
+
+            def run(module, coordinate, path=path):
+                module(randn(4, 6, seed=coordinate), [int(index) for index in path]).square().sum().backward()
+
+            run(model, rank)
+            # A layer that is used more often adds averages where the oracle averages sums.
+            assert_grads(model, plain_grads(seeded(Wandering), run, world), REORDERED, f"gradients of {path}")
+            assert meter.live_count == 0
+            assert not (leaks := state_leaks(current_double())), f"{path}: {leaks}"
+            model.zero_grad()
+
+
+@on_ranks(2)
+def test_after_a_detour_the_old_order_is_followed_again_without_a_wasted_gather(rank, world):
+    model = shard(seeded(Wandering)())
+    for path in ("01234", "01234", "03124", "01234", "01234"):
+        with current_double().section() as calls:
+            model(randn(4, 6), [int(index) for index in path]).sum().backward()
+    # 5 in forward; in backward the last one is there, and the first one is not needed.
+    assert sum(call.op == "all_gather" for call in calls) == 5 + 3
+
+
+@on_ranks(2)
+def test_layers_may_be_dropped_at_random_if_all_ranks_drop_the_same(rank, world):
+    def run(module, coordinate, path):
+        module(randn(4, 6, seed=coordinate), path).square().sum().backward()
+
+    model = shard(seeded(Wandering)())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        path = [index for index in range(5) if torch.rand((), generator=generator) < 0.6]
+        if path:
+            run(model, rank, path)
+            expected = plain_grads(seeded(Wandering), lambda m, c, path=path: run(m, c, path), world)
+            assert_grads(model, expected, what=f"gradients of {path}")
+            model.zero_grad()
+
+
+# ---- a single pass at a time
+
+
+@on_ranks(2)
+def test_one_model_may_run_inside_the_forward_of_another(rank, world):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(3, 3)
+            self.inner = [CASES["mlp"].build()]  # not a submodule
+
+        def forward(self, x):
+            x = self.inner[0](self.first(x))
+            with torch.no_grad():
+                y = self.inner[0](torch.ones(4, 6))
+            return self.last(x + y)
+
+    def run(model, coordinate):
+        model(randn(4, 6, seed=coordinate)).square().sum().backward()
+        model.inner_grads = {n: p.grad for n, p in model.inner[0].named_parameters()}
+
+    plain = seeded(Outer)()
+    plains = [seeded(Outer)() for _ in range(world)]
+    for coordinate, plain in enumerate(plains):
+        run(plain, coordinate)
+    expected = {n: sum(p.inner_grads[n] for p in plains) / world for n in plains[0].inner_grads}
+    model = seeded(Outer)()
+    shard(model)
+    shard(model.inner[0])
+    for _ in range(3):
+        run(model, rank)
+        assert_grads(model, plain_grads(seeded(Outer), run, world))
+        assert_grads(model.inner[0], expected)
+        model.zero_grad()
+        model.inner[0].zero_grad()
+
+
+@on_ranks(2)
+def test_several_models_take_turns_and_one_of_them_is_deleted(rank, world):
+    builds = {name: CASES[name].build for name in ("mlp", "tied_lm", "attention_lm")}
+    models = {name: shard(build()) for name, build in builds.items()}
+    expected = {name: plain_grads(build, training_run(name), world) for name, build in builds.items()}
+
+    def check():
+        graphs = []
+        for name, model in models.items():  # all forwards, then all backwards, in the same order
+            graphs.append(CASES[name].loss(model, CASES[name].batch(2 * rank)))
+        for graph in graphs:
+            graph.backward()
+        del graph, graphs
+        for name, model in models.items():
+            assert_grads(model, expected[name], REORDERED)
+            model.zero_grad()
+
+    check()
+    check()
+    root = weakref.ref(models["tied_lm"]._gtp.root)
+    del models["tied_lm"]
+    gc.collect()
+    assert root() is None
+    check()
+    models["tied_lm"] = shard(builds["tied_lm"]())
+    check()
+    check()
+
+
+@on_ranks(2)
+def test_one_backward_may_pass_through_two_models(rank, world):
+    """An encoder under one root and a decoder under another, on the same mesh."""
+
+    def build():
+        return nn.ModuleDict({"encoder": MLP(6, 10, 6), "decoder": MLP(6, 8, 3)})
+
+    def run(pair, coordinate):
+        pair["decoder"](pair["encoder"](randn(4, 6, seed=coordinate))).square().sum().backward()
+
+    pair = seeded(build)()
+    for part in pair.values():
+        shard(part)
+    for _ in range(3):
+        run(pair, rank)
+        assert_grads(pair, plain_grads(seeded(build), run, world))
+        pair.zero_grad()
+
+
+@on_ranks(2)
+def test_a_forward_may_run_inside_a_backward(rank, world):
+    """A hook that evaluates the model, or another one, while gradients flow."""
+    expected = plain_grads(CASES["mlp"].build, run_mlp, world)
+    model, other = shard(CASES["mlp"].build()), shard(CASES["mlp"].build(seed=1))
+    plain = CASES["mlp"].build()
+
+    def evaluate(grad):
+        x = torch.ones(2, 6)
+        with torch.no_grad():
+            assert torch.equal(model(x), plain(x))
+            other(x)
+
+    for _ in range(3):
+        x = CASES["mlp"].batch(2 * rank)[0]
+        hidden = []
+        handle = model[2].register_forward_hook(lambda module, args, out: hidden.append(out))
+        loss = model(x).square().mean()
+        handle.remove()
+        hidden[0].register_hook(evaluate)
+        loss.backward()
+        assert_grads(model, expected)
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_microbatches_may_be_interleaved_as_in_pipelines(rank, world):
+    """One forward, one backward, with four in flight; the first ones run without a graph, to infer shapes."""
+
+    def run(model, coordinate):
+        xs = [randn(4, 6, seed=10 * coordinate + micro) for micro in range(6)]
+        with torch.no_grad():
+            model(xs[0])
+        flying = []
+        for x in xs:
+            flying.append(model(x).square().mean())
+            if len(flying) == 4:
+                flying.pop(0).backward()
+        for loss in flying:
+            loss.backward()
+
+    model = check_twin(rank, world, CASES["mlp"].build, run, rtol=REORDERED)
+    assert not model._gtp.root.keepers
+
+
+# ---- fixed, single membership
+
+
+@on_ranks(2)
+def test_a_weight_may_change_its_context_between_steps(rank, world):
+    """Recomputed in one step and not in the next; frozen, trained; called alone, from its root, from a parent's parent."""
+
+    class Modes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.mode = nn.ModuleList(MLP(6, 8, 6) for _ in range(2)), ""
+
+        def forward(self, x):
+            for block in self.blocks:
+                if self.mode in ("reentrant", "checkpointed"):
+                    x = checkpoint(block, x, use_reentrant=self.mode == "reentrant")
+                else:
+                    x = block(x)
+            return x
+
+    model = shard(seeded(Modes)())
+    plan = ("", "checkpointed", "frozen", "reentrant", "alone", "", "frozen", "checkpointed", "no grad", "")
+    for mode in plan:
+
+        def run(module, coordinate, mode=mode):
+            module.mode = mode
+            module.blocks[0].requires_grad_(mode != "frozen")
+            x = randn(4, 6, seed=coordinate).requires_grad_()
+            if mode == "no grad":
+                with torch.no_grad():
+                    module(x)
+            (module.blocks[1] if mode == "alone" else module)(x).square().sum().backward()
+
+        run(model, rank)
+        assert_grads(model, plain_grads(seeded(Modes), run, world), what=f"gradients in mode {mode!r}")
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_a_block_sharded_alone_becomes_part_of_the_root_of_its_parent(rank, world):
+    model = CASES["attention_lm"].build()
+    run = training_run("attention_lm")
+    expected = plain_grads(CASES["attention_lm"].build, run, world)
+    shard(model.layers[0])
+    alone = model.layers[0]._gtp.root
+    x = randn(2, 4, 16)
+    model.layers[0](x).sum().backward()
+    model.layers[0].zero_grad()
+    shard(model)
+    assert model.layers[0]._gtp.root is model._gtp.root is not alone
+    assert model._gtp.root.params[1].fqn == "layers.0.attention_norm.weight"
+    for _ in range(3):
+        run(model, rank)
+        assert_grads(model, expected)
+        model.zero_grad()
+    with current_double().section() as calls:
+        run(model, rank)
+    assert sum(call.op == "all_gather" for call in calls) == 16 + 15 - 1  # one order over the whole model
+
+
+# ---- no sharing
+
+
+@on_ranks(2)
+def test_a_tied_weight_may_be_used_at_any_two_places_of_the_order(rank, world):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.layers[2].weight = self.layers[0].weight
+            self.layers[3].bias = self.layers[1].bias
+
+        def forward(self, x, path):
+            for index in path:
+                x = torch.tanh(self.layers[index](x))
+            return x
+
+    model = shard(seeded(Tied)())
+    assert model.layers[2].weight is model.layers[0].weight
+    for path in ("0123", "02", "20", "0123", "1320", "22", "0123"):
+
+        def run(module, coordinate, path=path):
+            module(randn(4, 6, seed=coordinate), [int(i) for i in path]).square().sum().backward()
+
+        run(model, rank)
+        assert_grads(model, plain_grads(seeded(Tied), run, world), REORDERED, f"gradients of {path}")
+        model.zero_grad()
+
+
+@on_ranks(2)
+def test_one_module_may_stand_at_two_places(rank, world):
+    def build():
+        layer = nn.Linear(6, 6)
+        return nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 6), layer)
+
+    def run(model, coordinate):
+        model(randn(4, 6, seed=coordinate)).square().sum().backward()
+
+    check_twin(rank, world, seeded(build), run, rtol=REORDERED)
+
+
+@on_ranks(2)
+def test_a_tie_may_be_broken_and_made_after_sharding(rank, world):
+    plain, model = CASES["tied_lm"].build(), shard(CASES["tied_lm"].build())
+    run = training_run("tied_lm")
+
+    def same_grads():
+        grads = {n: p.grad for n, p in plain.named_parameters()}
+        assert_grads(model, grads, REORDERED)
+        plain.zero_grad()
+        model.zero_grad()
+
+    for module in (plain, model):
+        module.head.weight = nn.Parameter(module.head.weight.detach().clone() * 2)
+        run(module, 0)
+    assert model.head.weight is not model.embed.weight
+    same_grads()
+    for module in (plain, model):
+        module.head.weight = module.embed.weight
+        run(module, 0)
+    same_grads()
+
+
+# ---- build once, run for ever
+
+
+@on_ranks(2)
+def test_twenty_models_built_used_and_deleted_leave_nothing(rank, world):
+    x = randn(4, 6)
+    plain = CASES["mlp"].build()
+    sizes = []
+    with gather_meter() as meter:
+        for repeat in range(22):
+            model = shard(CASES["mlp"].build())
+            optimizer = torch.optim.AdamW(model.parameters())
+            assert torch.equal(model(x), plain(x))  # nothing of the previous model is gathered in its place
+            run_mlp(model, rank)
+            optimizer.step()
+            model(x)
+            del model, optimizer
+            assert meter.live_count == 0
+            if repeat in (1, 21):
+                gc.collect()
+                tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+                hooks = len(_global_optimizer_pre_hooks)
+                sizes.append((library_objects(), tensors, hooks))
+    assert sizes[0] == sizes[1]
+
+
+@on_ranks(2)
+def test_a_model_that_is_being_deleted_does_not_disturb_one_that_runs(rank, world):
+    first = shard(CASES["mlp"].build())
+    loss = CASES["mlp"].loss(first, CASES["mlp"].batch(2 * rank))
+    params = list(first.named_parameters())
+    second = shard(CASES["mlp"].build(seed=1))
+    del first
+    run_mlp(second, rank)
+    loss.backward()
+    expected = plain_grads(CASES["mlp"].build, run_mlp, world)
+    assert_local({name: p.grad for name, p in params}, expected)
+    other = plain_grads(lambda: CASES["mlp"].build(seed=1), run_mlp, world)
+    assert_grads(second, other)

@@ -1,0 +1,555 @@
+"""Situations that other libraries got wrong, II: orders of use, several passes, hooks, frozen weights, evaluation.
+
+Each test stands for a public bug report about another library; none of them may happen here. More of the same kind are
+in `test_autograd_lifetime.py` (exceptions, models that are freed) and `test_recompute.py` (checkpointing).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.dist.twin import (
+    REORDERED,
+    assert_grads,
+    assert_local,
+    check_twin,
+    events,
+    gather_meter,
+    on_ranks,
+    plain_grads,
+    randn,
+    seeded,
+    shard,
+    training_run,
+)
+from tests.harness import RankError, count, current_double, run_ranks, state_leaks
+from tests.models import CASES, MLP, LoraLinear, with_lora
+from tests.reference import gather_full, gather_full_dict
+
+
+def square_run(*shape):
+    def run(model, coordinate):
+        model(randn(*shape, seed=coordinate)).square().mean().backward()
+
+    return run
+
+
+# ---- the order of a forward
+
+
+@on_ranks(2)
+def test_a_branch_that_is_not_taken_leaves_nothing_in_flight(rank, world):
+    """A weight that was gathered ahead and never used once stayed in flight, and failed an assertion later."""
+    build, case = CASES["conditional"].build, CASES["conditional"]
+    model = shard(build(), lookahead_bytes=1 << 20)
+    with gather_meter() as meter:
+        for go_left in (True, False, False, True, True, False):
+            expected = plain_grads(
+                build, lambda m, c, go=go_left: case.loss(m, (randn(4, 10, seed=c), go)).backward(), world
+            )
+            case.loss(model, (randn(4, 10, seed=rank), go_left)).backward()
+            assert meter.live_count == 0
+            assert not state_leaks(current_double())
+            assert_grads(model, expected)
+            model.zero_grad()
+
+
+class Reversed(nn.Module):
+    """Registered in the opposite order of their use."""
+
+    def __init__(self):
+        super().__init__()
+        self.c, self.b, self.a = nn.Linear(9, 3), nn.Linear(6, 9), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+@on_ranks(2)
+def test_the_order_of_use_counts_and_not_that_of_construction(rank, world):
+    """Weights were once waited for in the order of construction: last step's were used, and the loss stayed flat."""
+    model = check_twin(rank, world, seeded(Reversed), square_run(4, 6))
+    with events() as log:
+        model(randn(4, 6))
+    assert [event for event in log if event.startswith("wait")] == ["wait a.weight", "wait b.weight", "wait c.weight"]
+
+    optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.5), seeded(Reversed)()
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(4):
+        for module, stepper in ((model, optimizer), (plain, plain_optimizer)):
+            square_run(4, 6)(module, 0)
+            stepper.step()
+            stepper.zero_grad()
+    assert_local(dict(model.named_parameters()), {n: p.detach() for n, p in plain.named_parameters()}, REORDERED)
+
+
+@on_ranks(2)
+def test_neighbours_of_one_shape_have_buffers_of_their_own(rank, world):
+    """Two equal layers, or an embedding and a head alone in a chain, once shared one gather buffer."""
+
+    class OnlyEnds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    def run_ids(model, coordinate):
+        model(torch.arange(8) + coordinate).square().mean().backward()
+
+    for lookahead in (0, 1 << 20):
+        check_twin(rank, world, seeded(lambda: MLP(8, 8, 8, 8, 8)), square_run(4, 8), lookahead_bytes=lookahead)
+        check_twin(rank, world, seeded(OnlyEnds), run_ids, lookahead_bytes=lookahead)
+
+
+class EverySecond(nn.Module):
+    """Equal layers, every second one checkpointed: in the recomputation they are neighbours."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layers, self.use_reentrant = nn.ModuleList(nn.Linear(8, 8) for _ in range(6)), use_reentrant
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant) if index % 2 else layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+@on_ranks(2)
+def test_neighbours_in_the_recomputation_have_buffers_of_their_own(rank, world):
+    """Wrong activations, then NaN."""
+    for use_reentrant in (False, True):
+        for lookahead in (0, 1 << 20):
+            build = seeded(lambda use_reentrant=use_reentrant: EverySecond(use_reentrant))
+            check_twin(rank, world, build, square_run(4, 8), lookahead_bytes=lookahead)
+
+
+class ByRank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, swapped):
+        layers = (self.second, self.first) if swapped else (self.first, self.second)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+def visit_in_another_order(rank, world):
+    shard(ByRank(), check=True)(randn(4, 8), swapped=rank == 1)
+
+
+def test_ranks_that_use_weights_in_another_order_are_told_so_by_the_check():
+    """They once exchanged each other's weights in silence, or waited for ever."""
+    with pytest.raises(
+        RankError, match=r"(?s)do different things.*rank 0: forward gather of first\.weight.*rank 1: .*second"
+    ):
+        run_ranks(visit_in_another_order, 2)
+
+
+def use_less_on_one_rank(rank, world):
+    model = shard(ByRank(), check=True)
+    (model.first if rank == 0 else lambda x: model(x, swapped=False))(randn(4, 8))
+
+
+def test_a_rank_that_uses_fewer_weights_is_told_so_by_the_check():
+    with pytest.raises(
+        RankError, match=r"(?s)do different things.*rank 0: end of pass.*rank 1: forward gather of second\.weight"
+    ):
+        run_ranks(use_less_on_one_rank, 2)
+
+
+@on_ranks(2)
+def test_the_order_of_reductions_is_that_of_the_weights_on_every_rank(rank, world):
+    """Gradients in a `set` were once reduced in an order that the hash seed of each rank decided."""
+    names = [f"layer{index}" for index in range(50)]
+    model = shard(nn.Sequential(*(nn.Linear(4, 4) for _ in names)))
+    for step in range(2):
+        with events() as log:
+            square_run(2, 4)(model, rank)
+        launches = [event for event in log if event.startswith("launch")]
+        assert launches == [f"launch {index}.weight" for index in reversed(range(50))], step
+
+
+@on_ranks(2)
+def test_a_module_may_be_used_again_later_in_the_same_forward(rank, world):
+    """A norm that a second head shares: each use gathers, and the gradients add up."""
+
+    class SharedNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mix, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 5)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return self.head(y) + self.head(self.norm(torch.tanh(self.mix(y))))
+
+    model = check_twin(rank, world, seeded(SharedNorm), square_run(4, 6), rtol=REORDERED)
+    with current_double().section() as calls:
+        square_run(4, 6)(model, rank)
+    assert count(calls)["reduce_scatter"] == 5
+
+
+# ---- several forwards and backwards
+
+
+@on_ranks(2)
+def test_the_second_order_gradient_of_two_networks_equals_the_plain_model(rank, world):
+    """A gradient penalty once read freed storage."""
+    check_twin(rank, world, CASES["gan"].build, training_run("gan"), rtol=REORDERED)
+
+
+@on_ranks(2)
+def test_a_nested_root_in_a_checkpoint_that_runs_twice_is_gathered_whenever_it_is_sharded(rank, world):
+    """A recomputation once saw the sharded weight."""
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = MLP(6, 10, 6)
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=False)
+
+    def run(model, coordinate):
+        first, second = (randn(4, 6, seed=coordinate + i).requires_grad_() for i in (0, 7))
+        (model(first) * model(second)).sum().backward()
+
+    build = seeded(Nested)
+    expected = plain_grads(build, run, world)
+    for inner_first in (True, False):
+        model = build()
+        if inner_first:
+            shard(model.block)
+        shard(model)
+        for _ in range(2):
+            run(model, rank)
+            assert_grads(model, expected, REORDERED)
+            model.zero_grad()
+
+
+# ---- hooks, outputs, calling conventions
+
+
+@on_ranks(2)
+def test_an_output_may_be_viewed_and_changed_in_place(rank, world):
+    """A hook on the output was once dropped with the view: the gather in backward must not hang on one."""
+
+    def run(model, coordinate):
+        y = model(randn(1, 6, seed=coordinate).requires_grad_()).squeeze(0)
+        y += 1
+        z = y[:2]
+        z.mul_(3)
+        y.square().sum().backward()
+
+    check_twin(rank, world, CASES["mlp"].build, run)
+
+
+@on_ranks(2)
+def test_a_reduction_starts_when_its_gradient_exists_also_where_no_input_has_one(rank, world):
+    """A first layer fed with token ids was once cleaned up only at the end of the backward."""
+    model = shard(CASES["tied_lm"].build())
+    run = training_run("tied_lm")
+    run(model, rank)
+    with events() as log:
+        run(model, rank)
+    # The head's use of the tied weight, the layers between, the embedding's; a reduction that is larger than the layer
+    # after it may land one later still.
+    launches = [event for event in log if event.startswith("launch")]
+    assert launches == [f"launch {name}.weight" for name in ("embed", "mlp.2", "mlp.0", "embed")]
+    assert log.index("launch mlp.2.weight") < log.index("land embed.weight") < log.index("land mlp.2.weight")
+    assert log[-3:-1] == ["launch embed.weight", "land mlp.0.weight"]
+    assert log[-1] == "land embed.weight"
+
+
+@on_ranks(2)
+def test_a_users_hook_on_a_sharded_parameter_fires_with_its_shard(rank, world):
+    """It once never fired."""
+    model, seen = shard(CASES["mlp"].build()), []
+    weight = model[0].weight
+    weight.register_hook(lambda grad: seen.append(("before", grad.shape, grad.to_local().shape)) or grad * 3)
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.shape, p is weight)))
+    training_run("mlp")(model, rank)
+    assert seen == [("before", (10, 6), (5, 6)), ("after", (10, 6), True)]
+    expected = plain_grads(CASES["mlp"].build, training_run("mlp"), world)
+    assert_local({"w": weight.grad}, {"w": 3 * expected["0.weight"]})
+
+
+class WithMethods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = MLP(6, 10, 8), nn.Linear(8, 5)
+
+    def encode(self, x):
+        return self.body(x)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+@on_ranks(2)
+def test_methods_beside_forward_may_call_submodules(rank, world):
+    def run(model, coordinate):
+        model.encode(randn(4, 6, seed=coordinate)).square().mean().backward()
+        model.head(torch.tanh(model.encode(randn(4, 6, seed=coordinate)))).square().mean().backward()
+
+    check_twin(rank, world, seeded(WithMethods), run, rtol=REORDERED)
+
+
+@on_ranks(2)
+def test_a_weight_read_outside_of_any_call_is_a_dtensor_and_never_an_empty_tensor(rank, world):
+    """A fused loss that reads `lm_head.weight` once multiplied with storage that had been freed."""
+    plain, model = seeded(WithMethods)(), shard(seeded(WithMethods)())
+    h = randn(4, 8)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+            F.linear(h, model.head.weight)
+        with model.gathered():
+            assert torch.equal(F.linear(h, model.head.weight, model.head.bias), plain.head(h))
+        square_run(4, 6)(model, rank)
+    assert torch.equal(gather_full(model.head.weight), plain.head.weight)
+
+
+class FusedLoss(nn.Module):
+    """The head's weight is used by its parent, inside the parent's forward: there it may be read."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = MLP(6, 10, 8), nn.Linear(8, 5, bias=False)
+
+    def forward(self, x):
+        return torch.logsumexp(torch.tanh(self.body(x)) @ self.head.weight.mT, dim=-1).sum()
+
+
+@on_ranks(2)
+def test_a_fused_loss_inside_of_forward_may_read_the_weight_of_the_head(rank, world):
+    def run(model, coordinate):
+        model(randn(4, 6, seed=coordinate)).backward()
+
+    model = check_twin(rank, world, seeded(FusedLoss), run)
+    with gather_meter() as meter:
+        run(model, rank)
+        assert meter.live_count == 0
+
+
+# ---- frozen weights, adapters
+
+
+@on_ranks(2)
+def test_every_adapter_of_a_frozen_checkpointed_model_has_its_gradient(rank, world):
+    """Only the first layer's adapters once learned."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(with_lora(MLP(6, 10, 6)) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return x
+
+    def run(model, coordinate):
+        model(randn(4, 6, seed=coordinate).requires_grad_()).square().mean().backward()
+
+    for use_reentrant in (False, True):
+        model = check_twin(rank, world, seeded(Checkpointed), run)
+        with current_double().section() as calls:
+            run(model, rank)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert len(trained) == 12
+        assert all(p.grad._local_tensor.any() for p in trained if p._local_tensor.numel())
+        assert count(calls)["reduce_scatter"] == 12
+
+
+@on_ranks(2)
+def test_the_shards_of_adapters_survive_a_round_trip_through_the_state_dict(rank, world):
+    """The slice of rank 0 was once saved for everybody."""
+    model = shard(with_lora(MLP(10, 14, 9)))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name in trained:
+            model.get_parameter(name)._local_tensor.fill_(rank + 1)
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in trained}
+    with torch.no_grad():
+        for name in trained:
+            model.get_parameter(name).zero_()
+    assert not model.load_state_dict(saved, strict=False).unexpected_keys
+    for name in trained:
+        local = model.get_parameter(name)._local_tensor
+        assert torch.equal(local, torch.full_like(local, rank + 1.0)), name
+
+
+@on_ranks(2)
+def test_an_adapter_is_merged_shard_by_shard(rank, world):
+    build = seeded(lambda: nn.Sequential(LoraLinear(nn.Linear(6, 9))))
+    plain, model = build(), shard(build())
+    with torch.no_grad():
+        for module in (plain, model):
+            lora = module[0]
+            lora.base.weight += lora.b.weight @ lora.a.weight
+            lora.b.weight.zero_()
+    merged = gather_full_dict({"w": model[0].base.weight})["w"]
+    # One product of 9x3 and 3x6, whose rows one rank or two compute.
+    assert_local({"w": model[0].base.weight}, {"w": plain[0].base.weight.detach()}, REORDERED)
+    x = randn(4, 6)
+    assert torch.allclose(model(x), F.linear(x, merged, plain[0].base.bias), atol=1e-6)
+
+
+@on_ranks(2)
+def test_adapters_put_in_after_sharding_are_plain_until_they_are_sharded(rank, world):
+    """Mixed plain tensors and DTensors once failed in the forward."""
+
+    def freeze_and_adapt(model):
+        torch.manual_seed(4)
+        model.requires_grad_(False)
+        for index in (0, 2):
+            model[index] = LoraLinear(model[index])
+        return model
+
+    def run(model, coordinate):
+        model(randn(4, 6, seed=coordinate)).square().mean().backward()
+
+    build = lambda: freeze_and_adapt(CASES["mlp"].build())  # noqa: E731
+    expected = plain_grads(build, run, world)
+    alone = build()
+    run(alone, rank)
+    model = freeze_and_adapt(shard(CASES["mlp"].build()))
+    run(model, rank)
+    for name, p in alone.named_parameters():
+        found = model.get_parameter(name).grad
+        assert found is None if p.grad is None else torch.equal(found, p.grad)  # nobody reduces a plain parameter
+    model.zero_grad()
+    for index in (0, 2):
+        shard(model[index].a)
+        shard(model[index].b)
+    for _ in range(2):
+        run(model, rank)
+        assert_grads(model, expected)
+        model.zero_grad()
+
+
+# ---- ranks that differ
+
+
+@on_ranks(2)
+def test_a_dummy_pass_keeps_ranks_together_that_have_no_data_for_a_branch(rank, world):
+    """An encoder that runs only where there is an image once left the other ranks waiting."""
+
+    class Multimodal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.body = MLP(6, 10, 6), MLP(6, 8, 5)
+
+        def forward(self, x, image):
+            seen = self.encoder(image if image is not None else torch.zeros(4, 6))
+            return self.body(x + (seen if image is not None else 0 * seen))
+
+    def run(model, coordinate):
+        image = randn(4, 6, seed=9) if coordinate == 0 else None
+        model(randn(4, 6, seed=coordinate), image).square().mean().backward()
+
+    check_twin(rank, world, seeded(Multimodal), run)
+
+
+# ---- evaluation, several models
+
+
+@on_ranks(2)
+def test_ranks_may_generate_different_lengths_from_gathered_weights(rank, world):
+    """`generate` once hung as soon as one rank was done before the others."""
+    plain, model = CASES["attention_lm"].build(), shard(CASES["attention_lm"].build())
+    training_run("attention_lm")(model, rank)
+    model.zero_grad()
+
+    @torch.no_grad()
+    def generate(module, length):
+        ids = torch.arange(3).unsqueeze(0)
+        for _ in range(length):
+            ids = torch.cat([ids, module(ids)[:, -1:].argmax(-1)], dim=1)
+        return ids
+
+    with model.gathered():
+        with current_double().section() as calls:
+            found = generate(model, 2 + 3 * rank)
+        assert not calls
+    assert torch.equal(found, generate(plain, 2 + 3 * rank))
+    training_run("attention_lm")(model, rank)
+    assert_grads(model, plain_grads(CASES["attention_lm"].build, training_run("attention_lm"), world))
+
+
+@on_ranks(2)
+def test_several_models_without_gradients_keep_nothing_gathered(rank, world):
+    """Weights of a root were once never resharded after a forward."""
+    models = [shard(CASES[name].build()) for name in ("mlp", "attention_lm", "tied_lm")]
+    inputs = [CASES[name].batch(0) for name in ("mlp", "attention_lm", "tied_lm")]
+    with gather_meter() as meter:
+        for context in (torch.no_grad, torch.inference_mode, torch.no_grad):
+            for model, args in zip(models, inputs, strict=True):
+                with context():
+                    model(*args)
+                assert meter.live_count == 0
+        models[1].unshard()
+        kept = meter.live_count
+        assert kept == sum(p.ndim == 2 for p in models[1].parameters())
+        with torch.no_grad():
+            models[1](*inputs[1])
+        assert meter.live_count == kept
+        models[1].reshard()
+        assert meter.live_count == 0
+
+
+@on_ranks(2)
+def test_an_export_right_after_a_step_has_the_new_values(rank, world):
+    """Weights were once exported before the pending gather had finished."""
+    run = training_run("mlp")
+    model, plain = shard(CASES["mlp"].build()), CASES["mlp"].build()
+    optimizer, plain_optimizer = (torch.optim.AdamW(m.parameters(), lr=0.1, foreach=True) for m in (model, plain))
+    for _ in range(2):
+        model.unshard()
+        run(model, 0)
+        run(plain, 0)
+        optimizer.step()
+        plain_optimizer.step()
+        with model.gathered():
+            exported = {name: p.clone() for name, p in model.named_parameters()}
+        assert all(torch.allclose(exported[n], p, atol=1e-6) for n, p in plain.named_parameters())
+        found = gather_full_dict(dict(model.named_parameters()))
+        assert all(torch.equal(exported[name], value) for name, value in found.items())
+
+
+@on_ranks(2)
+def test_a_trained_and_a_frozen_model_used_in_turns_have_orders_of_their_own(rank, world):
+    """An actor and its reference once shared one cache of the order, which each call of the other made invalid."""
+
+    def run(pair, coordinate):
+        actor, reference = pair["actor"], pair["reference"]
+        x = randn(4, 6, seed=coordinate)
+        for _ in range(2):
+            with torch.no_grad():
+                target = reference(x)
+            (actor(x) - target).square().mean().backward()
+
+    def build():
+        pair = nn.ModuleDict({"actor": CASES["mlp"].build(), "reference": CASES["mlp"].build(seed=1)})
+        pair["reference"].requires_grad_(False)
+        return pair
+
+    expected = plain_grads(build, run, world)
+    pair = build()
+    for model in pair.values():
+        shard(model)
+    for step in range(3):
+        with current_double().section() as calls:
+            run(pair, rank)
+        assert_grads(pair, expected, REORDERED)
+        pair.zero_grad()
+        # Per pass and model 3 in forward; the actor's backward 2, but for its last weight.
+        assert count(calls)["all_gather"] == 2 * (3 + 3 + 1) + (1 if step == 0 else 0)
