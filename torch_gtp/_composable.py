@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
@@ -64,7 +65,7 @@ class GTPModule:
             param
             for param in params
             if param.gathers is not None
-            and param.held is None
+            and _runtime.held_full(root, param, param.param) is None
             and param.gathers[Direction.FORWARD].state is GatherState.SHARDED
         ]
         for param in wanted:
@@ -138,23 +139,26 @@ class GTPModule:
         root, params = _root_and_params(self)
         if root.frames:
             raise ValueError(f"{type(self).__name__}.gathered(): entered inside a forward; enter it outside")
-        root.gathered_depth += 1
-        swapped: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter, ParamState]] = []
+        mine = [param for param in params if param.gathered is None]  # an enclosing block keeps what it gathered
+        swapped: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
-            for param in params:
-                full = nn.Parameter(_full_value(root, param), requires_grad=False)
+            for param in mine:
+                param.gathered = full = nn.Parameter(_full_value(root, param), requires_grad=False)
                 for owner in param.owners:
                     module = owner.module()
                     if module is not None and (stored := module._parameters.get(owner.name)) is not None:
-                        swapped.append((module, owner.name, stored, full, param))
+                        swapped.append((module, owner.name, stored))
                         module._parameters[owner.name] = full
             yield
         finally:
-            root.gathered_depth -= 1
-            for module, name, stored, full, param in swapped:
-                if module._parameters.get(name) is full:
-                    _write_back(param, full)
+            for module, name, stored in swapped:
+                param = cast(ModuleState, _access.state_of(module)).entries[name]
+                full_value = param.gathered
+                if full_value is not None and module._parameters.get(name) is full_value:
+                    _write_back(param, full_value)
                     module._parameters[name] = stored
+            for param in mine:
+                param.gathered = None
             _runtime.drop_all_held(root, explicit=True)
 
     @property
@@ -490,13 +494,28 @@ def _finish_root(root: RootState) -> None:
 
     root.wrap_reader = wrap_reader
 
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        living = reference()
-        if living is not None:
-            _hooks.before_optimizer_step(living, optimizer)
+    _optimizer_watch().roots.add(root)
 
-    handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(root, handle.remove)
+
+class _OptimizerWatch:
+    """The hook before every optimizer step of the process, for the roots that live.
+
+    One hook for all, never removed: torch walks its dict of hooks, and a root may die during the walk.
+    """
+
+    def __init__(self) -> None:
+        self.roots: weakref.WeakSet[RootState] = weakref.WeakSet()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for root in list(self.roots):
+            _hooks.before_optimizer_step(root, optimizer)
+
+
+@functools.lru_cache(maxsize=1)
+def _optimizer_watch() -> _OptimizerWatch:
+    watch = _OptimizerWatch()
+    register_optimizer_step_pre_hook(watch)
+    return watch
 
 
 # ---- helpers of the verbs

@@ -113,16 +113,15 @@ class WeightLayout:
 
     @cached_property
     def gathered_shape(self) -> torch.Size:
-        """Shape of the gather's output: already that of the padded TP slice for dim 0, chunk by chunk otherwise."""
-        if self.shard_dim == 0:
-            return torch.Size((self.gtp_size * self.chunk, *self.tp_shape[1:]))
-        return torch.Size((self.gtp_size, *self.chunk_shape))
+        """Shape of a gather's output: the chunks one after another on dim 0, as collectives want them.
+
+        For ``shard_dim`` 0 that is the padded TP slice itself.
+        """
+        return torch.Size((self.gtp_size * self.chunk_shape[0], *self.chunk_shape[1:]))
 
     def own_chunk(self, buffer: Tensor) -> Tensor:
         """This rank's slot of a gathered buffer, padding included, as a view."""
-        if self.shard_dim == 0:
-            return buffer.narrow(0, self.gtp_rank * self.chunk, self.chunk)
-        return buffer[self.gtp_rank]
+        return buffer.narrow(0, self.gtp_rank * self.chunk_shape[0], self.chunk_shape[0])
 
     def full_from_chunks(self, buffer: Tensor) -> Tensor:
         """TP slice from a gathered buffer: itself or a view for dim 0, one copy for any other dim."""
@@ -130,7 +129,8 @@ class WeightLayout:
         assert dim is not None
         if dim == 0:
             return buffer.narrow(0, 0, self.tp_shape[0]) if self.is_padded else buffer
-        padded = buffer.movedim(0, dim).flatten(dim, dim + 1)
+        chunks = buffer.view(self.gtp_size, *self.chunk_shape)
+        padded = chunks.movedim(0, dim).flatten(dim, dim + 1)
         return padded.narrow(dim, 0, self.tp_shape[dim]).contiguous()
 
     def chunks_from_full(self, full: Tensor, dtype: torch.dtype) -> Tensor:
@@ -154,7 +154,8 @@ class WeightLayout:
             (*self.tp_shape[:dim], self.gtp_size * self.chunk, *self.tp_shape[dim + 1 :]), dtype=dtype
         )
         padded.narrow(dim, 0, length).copy_(full)
-        return padded.unflatten(dim, (self.gtp_size, self.chunk)).movedim(dim, 0).contiguous()
+        chunks = padded.unflatten(dim, (self.gtp_size, self.chunk)).movedim(dim, 0)
+        return chunks.reshape(self.gathered_shape)
 
     def shard_from_chunk(self, chunk: Tensor) -> Tensor:
         """The rank's shard (itself or a view) from its padded chunk, of ``chunk_shape``."""

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from . import _runtime
 from ._autograd import PackedWeight, SavedTensorHooks, land_gradient_node, use_weight_node
@@ -27,6 +29,8 @@ from ._chain import Direction
 from ._dtensor_layout import make_dtensor
 from ._replicate import LocalValue, make_buckets, replicated_value, source_of, tensor_parallel_spec
 from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use, version_of
+
+_SELECTIVE_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 # ---- frames: one per open module call
 
@@ -94,28 +98,50 @@ def read_parameter(state: ModuleState, param: ParamState, stored: Any) -> Any:
     if stored is not param.param:
         if not isinstance(stored, DTensor):
             if torch._C._functorch.is_functorch_wrapped_tensor(stored) or not _is_local_shard(stored, param):
-                return stored  # somebody put another tensor in place (functional_call, gathered(), ...): theirs
+                return _foreign_tensor(root, param, stored)
             plain = True
         elif param.layout.matches(stored):
             param.adopt(stored)
-        elif root.gathered_depth:
-            return stored  # the full weight of a tensor-parallel one, inside gathered()
-        elif root.frames:
-            raise ValueError(
-                f"{param.fqn}: the parameter was replaced by a DTensor of another layout: got {stored.placements} of shape "
-                f"{tuple(stored.shape)} on {stored.device_mesh}, expected {param.layout.spec.placements} of shape "
-                f"{tuple(param.layout.shape)} on {param.layout.mesh}; assign one with the same layout, or shard again"
-            )
+        else:
+            return _foreign_dtensor(root, param, stored)
     if root.frames:
+        if torch._C._len_torch_dispatch_stack() and _selective_checkpointing():
+            # It counts operators, and a recomputation gathers, casts and pads at other places than the forward did.
+            with _disable_current_modes():
+                return _use(root, param, root.frames[-1], state, plain=plain)
         return _use(root, param, root.frames[-1], state, plain=plain)
     if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
         # A checkpointed function is recomputed, outside the call of the module that ran it.
         frame = open_frame(state)
         try:
-            return _use(root, param, frame, state, plain=plain)
+            return read_parameter(state, param, stored)
         finally:
             close_frame(frame, failed=True)
     return stored
+
+
+def _selective_checkpointing() -> bool:
+    return any(isinstance(mode, _SELECTIVE_MODES) for mode in _get_current_dispatch_mode_stack())
+
+
+def _foreign_tensor(root: RootState, param: ParamState, stored: Any) -> Any:
+    """Somebody put a plain tensor in the parameter's place (functional_call, gathered()): it is taken as it is."""
+    if param.gathered is not None and root.frames and param.compute_dtype is not None:
+        return stored.to(param.compute_dtype)  # inside gathered(), a call computes what it computes outside
+    return stored
+
+
+def _foreign_dtensor(root: RootState, param: ParamState, stored: DTensor) -> Any:
+    """A DTensor of another layout stands in the parameter's place."""
+    if param.gathered is not None:  # the full value of a tensor-parallel weight
+        return _foreign_tensor(root, param, stored)
+    if root.frames and param.unit is None:
+        raise ValueError(
+            f"{param.fqn}: the parameter was replaced by a DTensor of another layout: got {stored.placements} of shape "
+            f"{tuple(stored.shape)} on {stored.device_mesh}, expected {param.layout.spec.placements} of shape "
+            f"{tuple(param.layout.shape)} on {param.layout.mesh}; assign one with the same layout, or shard again"
+        )
+    return stored  # outside a call; or an outer FSDP unit has it, and is closed
 
 
 def _is_local_shard(stored: Any, param: ParamState) -> bool:
@@ -498,7 +524,7 @@ def forget_held(root: RootState) -> None:
 def before_optimizer_step(root: RootState, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer is about to rewrite shards; it leaves no trace in their version counters."""
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    if not root.frames:
+    if not root.frames and torch._C._current_graph_task_id() == -1:  # a hook may step within the backward
         abandon_backwards(root)
     for identity, (reference, fqn) in root.originals.items():
         if identity in stepped and reference() is not None:
@@ -515,7 +541,7 @@ def before_optimizer_step(root: RootState, optimizer: torch.optim.Optimizer) -> 
         param.steps += 1
         if param.held is not None:
             _runtime.drop_held(root, param)
-    if touched and root.gathered_depth:
+    if any(param.gathered is not None for param in touched):
         raise ValueError(
             f"{type(optimizer).__name__}.step() inside gathered(): leaving it writes the gathered weights back over the "
             "step; move the step out of the block"

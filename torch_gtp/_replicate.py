@@ -189,7 +189,7 @@ class LaunchBucket(Function):
         elif torch.is_grad_enabled() and any(value.requires_grad for value in local.values()):
             use.flights.append(_reduce_differentiably(use, local))
         else:
-            _queue_flush(use.root)
+            _queue_flush(use, ctx)
             _take_unsynced(use, [p for i, p in enumerate(use.members) if p.unsynced and _accumulates(ctx, i)], local)
             use.flights.append(_launch(use, local))
         token = use.root.token_grad(use.members[0].shard().device)
@@ -370,9 +370,11 @@ def _reduce_differentiably(use: BucketUse, local: dict[int, Tensor]) -> dict[int
     return reduced
 
 
-def _queue_flush(root: RootState) -> None:
-    task = torch._C._current_graph_task_id()
-    if root.is_last_backward and root.flush_task != task and any(param.unsynced for param in root.params):
+def _queue_flush(use: BucketUse, launch_node: Any) -> None:
+    root, task = use.root, torch._C._current_graph_task_id()
+    if not root.is_last_backward or root.flush_task == task or not any(param.unsynced for param in root.params):
+        return
+    if any(_accumulates(launch_node, position) for position in range(len(use.members))):
         root.flush_task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: flush_unsynced(root))  # type: ignore[attr-defined]
 

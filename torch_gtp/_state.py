@@ -116,7 +116,7 @@ class ParamState:
     """One parameter of a root, shared by every module that it is tied to."""
 
     __slots__ = (
-        "__weakref__", "bucket", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathers", "group",
+        "__weakref__", "bucket", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathered", "gathers", "group",
         "held", "index", "layout", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy", "reduce_label",
         "sendable", "steps", "unit", "unsynced", "unsynced_partial", "use",
     )  # fmt: skip
@@ -136,6 +136,7 @@ class ParamState:
         self.group: dist.ProcessGroup | None = None
         self.gathers: tuple[Gather, Gather, Gather] | None = None
         self.held: Held | None = None
+        self.gathered: Tensor | None = None  # the full value that stands in its place inside gathered()
         self.sendable: Tensor | None = None  # the local shard that was last found fit to be sent as it is
         self.use: Use | None = None  # open in some frame of the forward that is running
         self.pending_use: Use | None = None  # prepared one weight ahead
@@ -341,7 +342,6 @@ class RootState:
         # switches
         self.sync_gradients = True
         self.is_last_backward = True
-        self.gathered_depth = 0
         # groups and buckets, made at the first forward
         self.groups: dict[Any, dist.ProcessGroup | None] = {}
         self.buckets: list[Bucket] = []

@@ -67,7 +67,9 @@ def _total_norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> 
         parts.setdefault(_split_axes(grad), []).append(_local(grad))
     powers = []
     for key, locals_ in parts.items():
-        norm = torch.nn.utils.get_total_norm([local.float() for local in locals_], norm_type, foreach=foreach)
+        norm = torch.nn.utils.get_total_norm(
+            [local.float() for local in locals_ if local.numel()], norm_type, foreach=foreach
+        )
         power = norm.to(device, torch.float32)
         if not math.isinf(norm_type):
             power = power**norm_type

@@ -191,7 +191,7 @@ def events() -> Iterator[list[str]]:
         return call
 
     def name_of(*args: Any) -> str:
-        for arg in (item for arg in args for item in (arg if isinstance(arg, list) else [arg])):
+        for arg in (item for given in args for item in (given if isinstance(given, list) else [given])):
             owner = arg if hasattr(arg, "fqn") else getattr(arg, "param", None)
             if hasattr(owner, "fqn"):
                 return owner.fqn
@@ -265,6 +265,9 @@ def _is_of_library(kind: type) -> bool:
     return module in ("torch_gtp._state", "torch_gtp._replicate", "torch_gtp._autograd", "torch_gtp._chain")
 
 
+# ---- models
+
+
 def seeded(build: Build, seed: int = 0) -> Build:
     """`build` with its own random state, so that it makes the same model every time and on every rank."""
 
@@ -278,3 +281,39 @@ def seeded(build: Build, seed: int = 0) -> Build:
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Boom(Exception):
+    pass
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Boom
+
+
+class Fragile(nn.Module):
+    """Three blocks with a place to fail between any two layers; `fail` names it, as "forward 1" or "backward 0"."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+        self.fail = ""
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if self.fail == f"forward {index}":
+                raise Boom
+            if self.fail == f"backward {index}":
+                x = RaisesInBackward.apply(x)
+        return x
+
+
+def run_fragile(model, coordinate):
+    model(randn(4, 7, seed=coordinate)).square().sum().backward()
