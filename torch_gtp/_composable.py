@@ -101,10 +101,10 @@ class GTPModule:
         _root_and_params(self)[0].is_last_backward = _checked_bool("set_is_last_backward", is_last_backward)
 
     def reset_iter_state(self) -> None:
-        """Forget everything about a step that was broken off: gathers in flight, kept weights, open calls.
+        """Forget everything about a step that was broken off: gathers in flight, kept weights, open calls, recorded orders.
 
-        The next forward does this by itself. Useful to free memory before it, or after a step that a signal or a
-        debugger left half-way. All ranks call it.
+        After an exception on every rank the next forward cleans up by itself; call this to free memory before it. After one
+        on some ranks only (or after a disagreement about which weight comes next), all ranks must call it.
         """
         root, _ = _root_and_params(self)
         root.frames.clear()
@@ -121,6 +121,7 @@ class GTPModule:
             for param in root.sharded():
                 _runtime.release_if_ready(param, direction)
         _runtime.drop_all_held(root, explicit=True)
+        root.chains.clear()  # ranks may have recorded different orders in what was broken off
         root.sync_gradients = root.is_last_backward = True
 
     @contextlib.contextmanager
@@ -153,9 +154,9 @@ class GTPModule:
         finally:
             for module, name, stored in swapped:
                 param = cast(ModuleState, _access.state_of(module)).entries[name]
-                full_value = param.gathered
-                if full_value is not None and module._parameters.get(name) is full_value:
-                    _write_back(param, full_value)
+                standing = module._parameters.get(name)
+                if standing is not None and standing is param.gathered:
+                    _write_back(param, standing)
                     module._parameters[name] = stored
             for param in mine:
                 param.gathered = None

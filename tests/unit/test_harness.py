@@ -118,6 +118,7 @@ def test_a_hang_is_bounded_and_says_what_each_rank_was_doing():
     assert run_ranks(sum_of_ranks, 2, 0)[0][2] == 1
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_parent_that_is_killed():
     program = """if 1:
         import os, signal
