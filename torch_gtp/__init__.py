@@ -1,8 +1,9 @@
 """Generalized Tensor Parallelism for PyTorch: ``gtp_shard(module, mesh)``."""
 
-from ._composable import GTPModule, gtp_shard
+from ._composable import gtp_shard
 from ._init import materialize_meta
 from ._mesh import build_mesh
+from ._module import GTPModule
 from ._policy import GTPPolicy, WeightPlan
 from .clip import clip_grad_norm_
 
