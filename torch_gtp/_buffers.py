@@ -14,4 +14,7 @@ from torch import Tensor
 
 def allocate(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised buffer for one gathered weight."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # a kept weight may serve training later
+            return torch.empty(shape, dtype=dtype, device=device)
     return torch.empty(shape, dtype=dtype, device=device)

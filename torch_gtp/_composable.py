@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _access, _collectives, _hooks
 from ._dtensor_layout import WeightLayout, axis_size, make_layout, replicate_axes
@@ -57,15 +58,15 @@ def gtp_shard(module: M, mesh: DeviceMesh, *, policy: GTPPolicy | None = None, p
     policy = GTPPolicy() if policy is None else policy
     _check_arguments(module, mesh, policy)
     state = _access.state_of(module)
-    if state is not None and state.casts is not None:
-        if state.casts == policy and state.mesh == mesh and plan is None:
-            return module
+    again = state is not None and state.casts is not None
+    if again and (state.casts != policy or state.mesh != mesh):  # type: ignore[union-attr]
         raise ValueError(
             f"gtp_shard({type(module).__name__}): called twice on the same module with other arguments; call it once"
         )
-    reader = PlanReader(plan)
+    found = _collect(module, mesh, policy, PlanReader(plan))
+    if again and not found:  # nothing was added since
+        return module
     root = RootState(module, policy)
-    found = _collect(module, mesh, policy, reader)
     _replace(module, root, found, policy)
     state = _access.wrap(module, root, (), GTPModule)
     state.casts, state.mesh = policy, mesh
@@ -217,6 +218,11 @@ def _tensor_parallel_spec(fqn: str, tensor: nn.Parameter, mesh: DeviceMesh) -> A
 
 
 def _check_tensor(fqn: str, tensor: nn.Parameter, mesh: DeviceMesh) -> None:
+    if not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"{fqn}: its data is a {type(tensor.data).__name__}, a tensor subclass with inner tensors of its own; convert it to "
+            "a plain tensor first"
+        )
     if tensor.is_complex():
         raise ValueError(
             f"{fqn}: complex dtype {tensor.dtype}; keep it out of the module or store real and imaginary parts"

@@ -56,10 +56,16 @@ def close_frame(frame: Frame, *, failed: bool) -> None:
         root.hooks.pop()
     closed = root.frames.pop()
     assert closed is frame, "module calls of one root must nest"
+    written = [use.param for use in frame.uses if use.full is not None and use.full._version != use.version]
     for use in frame.uses:
         _let_go(root, use, failed=failed)
     if not root.frames:
         _end_session(root, failed=failed)
+    if written and not failed:
+        raise ValueError(
+            f"{written[0].fqn}: written in place inside forward, which changes the gathered copy and not the shard; write to "
+            "the parameter outside of forward, or inside gathered()"
+        )
 
 
 def _begin_session(root: RootState) -> None:
@@ -217,7 +223,7 @@ def _turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> 
         full = _runtime.wait_gather(root, param, direction)
 
     use.full = full
-    use.storage = full.untyped_storage()._cdata
+    use.version, use.storage = full._version, full.untyped_storage()._cdata
     param.use = use
     frame.uses.append(use)
     root.by_storage[use.storage] = use

@@ -234,6 +234,7 @@ class Use:
         "storage",
         "stored",
         "token",
+        "version",
     )
 
     def __init__(self, root: RootState, param: ParamState):
@@ -242,6 +243,7 @@ class Use:
         self.stored: Tensor = param.param  # what backward must gather again
         self.token: Tensor | None = None
         self.full: Tensor | None = None
+        self.version = 0  # of the full weight when it was gathered
         self.storage = 0  # identity of the full weight's storage while a frame holds it
         self.attached: Tensor | None = None
         self.bucket_use: BucketUse | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.dist.twin import (
     MESHES,
@@ -24,7 +25,7 @@ from tests.dist.twin import (
     shard,
     training_run,
 )
-from tests.harness import count, current_double
+from tests.harness import cached_mesh, count, current_double
 from tests.models import CASES
 from tests.reference import relative_error
 
@@ -212,34 +213,67 @@ def penalty(model, losses):
     return sum(full(grad.square().sum()) for grad in grads)
 
 
+def assert_penalised(model, coordinate, coordinates, reduction):
+    """The gradients of loss and penalty are the plain model's. A second forward runs before the second backward."""
+    inputs = [CASES["mlp"].batch(2 * index)[0] for index in range(coordinates)]
+    plain = CASES["mlp"].build()
+    loss = sum(objective(plain, x, 1 / coordinates if reduction == "mean" else 1.0) for x in inputs)
+    expected_penalty = penalty(plain, loss)
+    (loss + expected_penalty).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    for _ in range(2):
+        # Every rank adds the one penalty to its own loss; over ranks, "mean" averages it and "sum" adds it up,
+        # but it is one logical number, and counts once.
+        found = penalty(model, objective(model, inputs[coordinate]))
+        assert relative_error(found, expected_penalty) <= REORDERED
+        (objective(model, inputs[coordinate]) + found).backward()
+        assert_grads(model, expected, 3e-6)  # second-order terms pass through twice as many sums
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_penalty_on_the_gradient_of_parameters_equals_the_plain_model(mesh, reduction, run2, run4):
-    """Rows are uneven: 10, 9 and 3 over 2. A second forward runs before the second backward."""
+    """Rows are uneven: 10, 9 and 3 over 2."""
     (run4 if mesh == "dp" else run2)(parameter_penalty, mesh, reduction)
 
 
 def parameter_penalty(rank, world, mesh, reduction):
-    inputs = [CASES["mlp"].batch(2 * coordinate)[0] for coordinate in range(world)]
-    plain = CASES["mlp"].build()
-    scale = 1 / world if reduction == "mean" else 1.0
-    loss = sum(objective(plain, x, scale) for x in inputs)
-    expected_penalty = penalty(plain, loss)
-    (loss + expected_penalty).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    model = shard(CASES["mlp"].build(), MESHES[mesh](), reduction=reduction)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):
-            loss = objective(model, inputs[rank])
-            # Every rank adds the one penalty to its own loss; over ranks, "mean" averages it and "sum" adds it up,
-            # but it is one logical number, and counts once.
-            found = penalty(model, loss)
-            assert relative_error(found, expected_penalty) <= REORDERED
-            (objective(model, inputs[rank]) + found).backward()
-            # Second-order terms pass through twice as many sums.
-            assert_grads(model, expected, 3e-6)
-            model.zero_grad()
+        assert_penalised(shard(CASES["mlp"].build(), MESHES[mesh](), reduction=reduction), rank, world, reduction)
+
+
+@on_ranks(2)
+def test_a_penalty_on_the_gradient_of_parameters_sharded_by_columns_equals_the_plain_model(rank, world):
+    from torch_gtp import WeightPlan
+
+    model = shard(CASES["mlp"].build(), plan={"*.weight": WeightPlan(shard_dim=1)})
+    assert_penalised(model, rank, world, "mean")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@on_ranks(4)
+def test_a_penalty_on_the_gradient_of_tensor_parallel_parameters_equals_the_plain_model(rank, world, reduction):
+    mesh = cached_mesh((2, 2), ("tp", "gtp_remat"))
+    model = CASES["mlp"].build()
+    parallelize_module(model, mesh["tp"], CASES["mlp"].plan())
+    assert_penalised(shard(model, mesh, reduction=reduction), mesh.get_local_rank("gtp_remat"), 2, reduction)
+
+
+@on_ranks(2)
+def test_a_backward_that_creates_a_graph_leaves_gradients_that_can_be_differentiated(rank, world):
+    plain, model = CASES["mlp"].build(), shard(CASES["mlp"].build())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+        for module in (plain, model):
+            mlp_loss(module, 0).backward(create_graph=True)
+            squares = [full(p.grad.square().sum()) for p in module.parameters()]
+            module.zero_grad()
+            sum(squares).backward()
+    assert_grads(model, {name: p.grad for name, p in plain.named_parameters()}, 3e-6)
+    for module in (plain, model):
+        module.zero_grad()
 
 
 @on_ranks(2)
@@ -380,6 +414,20 @@ def test_func_grad_with_respect_to_full_parameters_equals_the_plain_model(rank, 
 
     ours, theirs = grads(model), grads(plain)
     assert all(torch.equal(ours[name], theirs[name]) for name in params)
+
+
+@on_ranks(2)
+def test_jacobians_and_hessians_of_inputs_equal_the_plain_model(rank, world):
+    plain, model = CASES["mlp"].build(), shard(CASES["mlp"].build())
+    x = randn(4, 6, seed=rank)
+    for _ in range(2):
+        for vectorize in (False, True):  # vectorised: one backward under vmap
+            ours, theirs = (torch.autograd.functional.jacobian(m, x, vectorize=vectorize) for m in (model, plain))
+            assert torch.equal(ours, theirs)
+        ours, theirs = (
+            torch.autograd.functional.hessian(lambda x, m=m: m(x).square().sum(), x) for m in (model, plain)
+        )
+        assert torch.equal(ours, theirs)
 
 
 # ---- anomaly mode

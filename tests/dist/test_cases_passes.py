@@ -282,6 +282,70 @@ def test_a_users_hook_on_a_sharded_parameter_fires_with_its_shard(rank, world):
     assert_local({"w": weight.grad}, {"w": 3 * expected["0.weight"]})
 
 
+@on_ranks(2)
+def test_a_model_may_return_its_weights_to_a_loss_outside(rank, world):
+    """A view of a gathered weight keeps what it needs, until the graph goes."""
+
+    class ReturnsWeights(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = MLP(6, 10, 8), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.body(x), self.head.weight, self.head.bias
+
+    def run(model, coordinate):
+        hidden, weight, bias = model(randn(4, 6, seed=coordinate))
+        F.linear(hidden, weight[:4], bias[:4]).square().sum().backward()
+
+    with gather_meter() as meter:
+        check_twin(rank, world, seeded(ReturnsWeights), run)
+        assert meter.live_count == 0
+
+
+class Stashes(torch.autograd.Function):
+    """Keeps the weight by hand, where no saved-tensor hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x, ctx.weight = x, weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ ctx.weight, grad.t() @ ctx.x
+
+
+@on_ranks(2)
+def test_a_function_that_stashes_its_weight_keeps_it_and_nothing_else_does(rank, world):
+    class Stashing(nn.Linear):
+        def forward(self, x):
+            return Stashes.apply(x, self.weight) + self.bias
+
+    def build():
+        return nn.Sequential(Stashing(6, 10), nn.GELU(), nn.Linear(10, 10), nn.GELU(), Stashing(10, 3))
+
+    with gather_meter() as meter:
+        model = check_twin(rank, world, seeded(build), square_run(4, 6))
+        loss = model(randn(4, 6)).sum()
+        assert meter.live_count == 2
+        loss.backward()
+        del loss
+        assert meter.live_count == 0
+
+
+@on_ranks(2)
+def test_where_saved_tensor_hooks_are_forbidden_weights_are_saved_as_they_are(rank, world):
+    def run(model, coordinate):
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            loss = model(randn(4, 6, seed=coordinate)).square().mean()
+        loss.backward()
+
+    with gather_meter() as meter:
+        check_twin(rank, world, CASES["mlp"].build, run)
+        assert meter.live_count == 0
+
+
 class WithMethods(nn.Module):
     def __init__(self):
         super().__init__()

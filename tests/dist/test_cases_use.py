@@ -25,7 +25,7 @@ from tests.dist.twin import (
     shard,
     training_run,
 )
-from tests.harness import count, current_double
+from tests.harness import count, current_double, state_leaks
 from tests.models import CASES, MLP, LoraLinear, with_lora
 from tests.reference import gather_full_dict
 
@@ -125,6 +125,49 @@ def test_adapters_put_in_after_sharding_are_plain_until_they_are_sharded(rank, w
         run(model, rank)
         assert_grads(model, expected)
         model.zero_grad()
+
+
+@on_ranks(2)
+def test_a_tensor_subclass_that_cannot_be_gathered_is_refused_by_name(rank, world):
+    """Quantized parameters once lost what they carry beside their bytes."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Sequential(nn.Linear(6, 6))
+    model[0].weight = nn.Parameter(TwoTensor(torch.randn(6, 6), torch.randn(6, 6)))
+    with pytest.raises((TypeError, ValueError), match=r"0\.weight.*TwoTensor"):
+        shard(model)
+
+
+@on_ranks(2)
+def test_attributes_of_a_parameter_stay_on_it(rank, world):
+    class Scaled(nn.Parameter):
+        pass
+
+    model = nn.Sequential(nn.Linear(6, 6))
+    model[0].weight = Scaled(torch.randn(6, 6))
+    model[0].weight.scale = 3.0
+    shard(model)
+    assert model[0].weight.scale == 3.0
+
+
+@on_ranks(2)
+def test_writing_into_a_weight_inside_of_forward_is_an_error(rank, world):
+    """It would change the gathered copy and not the shard, and the backward would see other values."""
+
+    class Clips(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model = shard(nn.Sequential(nn.Linear(6, 6), Clips(6, 6)))
+    for context in (torch.enable_grad, torch.no_grad):
+        with context(), pytest.raises(ValueError, match=r"1\.weight: .*in place"):
+            model(randn(4, 6))
+        assert not (leaks := state_leaks(current_double())), leaks
+    for param in model.parameters():
+        param.data.clamp_(-0.1, 0.1)
+    assert max(p._local_tensor.abs().max().item() for p in model.parameters()) <= 0.1 + 1e-6
 
 
 # ---- ranks that differ
@@ -244,3 +287,17 @@ def test_a_trained_and_a_frozen_model_used_in_turns_have_orders_of_their_own(ran
         pair.zero_grad()
         # Per pass and model 3 in forward; the actor's backward 2, but for its last weight.
         assert count(calls)["all_gather"] == 2 * (3 + 3 + 1) + (1 if step == 0 else 0)
+
+
+@on_ranks(2)
+def test_weights_gathered_in_inference_mode_serve_training(rank, world):
+    run = training_run("mlp")
+    model = shard(CASES["mlp"].build())
+    expected = plain_grads(CASES["mlp"].build, run, world)
+    with torch.inference_mode():
+        model(randn(4, 6))
+        model.unshard()
+    for _ in range(2):
+        run(model, rank)
+        assert_grads(model, expected)
+        model.zero_grad()

@@ -410,6 +410,27 @@ def test_autograd_grad_and_a_double_backward_pass_through_recomputed_blocks(rank
     check_twin(rank, world, seeded(lambda: Stack(non_reentrant, plainly, non_reentrant)), penalise)
 
 
+class PenaltyInForward(nn.Module):
+    """A backward, with a recomputation, inside of a forward."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.discriminator, self.generator = Block(), Block()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        fake = self.generator(x)
+        blend = fake.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(non_reentrant(self.discriminator, blend).sum(), blend, create_graph=True)
+        return checkpoint(self.discriminator, fake, use_reentrant=self.use_reentrant) + slope.square().sum()
+
+
+@on_ranks(2)
+def test_a_recomputation_may_run_inside_of_a_forward(rank, world):
+    for use_reentrant in (False, True):
+        check_twin(rank, world, seeded(partial(PenaltyInForward, use_reentrant)), run, rtol=REORDERED)
+
+
 @on_ranks(2)
 def test_the_output_of_a_recomputed_model_is_that_of_the_plain_model(rank, world):
     for way in WAYS:

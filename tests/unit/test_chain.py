@@ -14,6 +14,11 @@ from torch_gtp._chain import Chains, Direction, Pass
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
+def next_of(walk):
+    """The item expected next, if any."""
+    return next(walk.upcoming(), None)
+
+
 class Walker:
     """A pass as the library runs it: a weight is gathered at its use unless somebody foresaw it."""
 
@@ -92,12 +97,11 @@ def test_a_pass_predicts_what_the_last_pass_with_the_same_first_item_did(older, 
     for order in (older, newer):
         Walker(chains).run(order)
     walk = Pass(chains, FORWARD)
-    predicted = []
     walk.advance(newer[0])
-    while walk.next is not None:
-        predicted.append(walk.next)
-        walk.advance(walk.next)
-    assert [newer[0], *predicted] == newer
+    assert [newer[0], *walk.upcoming()] == newer
+    for item in list(walk.upcoming()):
+        assert next_of(walk) == item
+        walk.advance(item)
     assert walk.foresees_end
     if older[0] != newer[0]:
         assert chains.order(FORWARD, older[0]) == older
@@ -140,11 +144,11 @@ def test_the_item_expected_next_is_what_followed_the_last_match(recorded, actual
     for index, item in enumerate(actual):
         walk.advance(item)
         if index == 0 and item != recorded[0]:
-            assert walk.next is None
+            assert next_of(walk) is None
             return
         if item in recorded[position:]:
             position = recorded.index(item, position) + 1
-        assert walk.next == (recorded[position] if position < len(recorded) else None)
+        assert list(walk.upcoming()) == recorded[position:]
         assert walk.foresees_end == (position == len(recorded))
 
 
@@ -207,7 +211,7 @@ def test_an_item_that_may_not_be_gathered_yet_ends_the_lookahead_until_the_next_
     walk.arrived("b")
     walk.issue_ahead(10, lambda item: 1, issue)
     assert walk.outstanding == 1
-    assert walk.next == "c"
+    assert next_of(walk) == "c"
 
 
 def test_an_item_is_never_offered_twice_for_one_use():
@@ -279,10 +283,10 @@ class ChainMachine(RuleBasedStateMachine):
         # Only what the order predicted is ever gathered ahead
         assert set(self.walker.in_flight) - before <= set(self.recorded.get(first, []))
 
-    @precondition(lambda self: self.walker.walk.used and self.walker.walk.next is not None)
+    @precondition(lambda self: next_of(self.walker.walk) is not None)
     @rule()
     def follow(self):
-        self.walker.use(self.walker.walk.next)
+        self.walker.use(next_of(self.walker.walk))
 
     @rule()
     def finish(self):

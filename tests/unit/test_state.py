@@ -74,6 +74,10 @@ def issue(root, param, direction):
     _runtime.issue_gather(root, param, direction, param.param)
 
 
+def hold(root, param, buffer, explicit):
+    _runtime.hold(root, param, buffer, param.param, explicit=explicit)
+
+
 def kept(root, param):
     return _runtime.held_full(root, param, param.param)
 
@@ -179,10 +183,10 @@ class VerbMachine(RuleBasedStateMachine):
         assert _runtime.land_gradient(use) is None
 
     @rule(place=places, explicit=st.booleans())
-    def hold(self, place, explicit):
+    def keep(self, place, explicit):
         param, _ = self.verb(place)
         if self.states[place] is READY:
-            _runtime.hold(self.root, param, _runtime.release(param, place[1]), explicit=explicit)
+            hold(self.root, param, _runtime.release(param, place[1]), explicit)
             self.states[place] = SHARDED
             assert kept(self.root, param) is not None
 
