@@ -20,7 +20,8 @@ def issue_gather(root: RootState, param: ParamState, direction: Direction, store
     shard = local_shard(stored)
     if root.check:
         compare_ranks(param, direction)
-    gather.move(GatherState.GATHERING)
+    if gather.state is not GatherState.SHARDED:
+        gather.move(GatherState.GATHERING)  # raises; the move itself waits until nothing can fail any more
     dtype = param.wire_dtype
     buffer = _buffers.allocate(param.layout.gathered_shape, dtype, shard.device)
     if shard is param.sendable and shard.dtype == dtype:
@@ -29,6 +30,7 @@ def issue_gather(root: RootState, param: ParamState, direction: Direction, store
         source = _source_of_gather(param, shard, buffer)
     with param.gather_label:
         gather.handle = _collectives.all_gather(buffer, source, param.group)
+    gather.move(GatherState.GATHERING)
     gather.buffer, gather.source, gather.stored = buffer, source, stored
     root.in_flight[direction][param.index] = param
 

@@ -278,6 +278,30 @@ def test_draining_waits_for_every_gather_in_flight_and_frees_it(world):
     assert [param.gathers[Direction.BACKWARD].buffer for param in root.params] == [None, None]
 
 
+@pytest.mark.parametrize("failing", ["_buffers.allocate", "_collectives.all_gather"])
+def test_a_gather_that_could_not_be_issued_leaves_nothing_behind(world, monkeypatch, failing):
+    """Out of memory, say: the caller may catch it, make room, and go on."""
+    model, root = two_weights()
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    module, name = failing.split(".")
+    calls = iter([False, True, True])
+    original = getattr(getattr(_runtime, module), name)
+
+    def fail_later(*args):
+        if next(calls, False):
+            raise torch.OutOfMemoryError("no room")
+        return original(*args)
+
+    monkeypatch.setattr(getattr(_runtime, module), name, fail_later)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            model(x)
+    assert {gather.state for param in root.params for gather in param.gathers} == {SHARDED}
+    model(x).sum().backward()
+    assert world.problems() == []
+
+
 def test_the_input_of_a_reduction_lives_until_it_has_landed(world):
     _, root = two_weights()
     use = Use(root, root.params[1])
