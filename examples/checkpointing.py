@@ -49,9 +49,7 @@ def save_checkpoint(
     return path
 
 
-def load_checkpoint(
-    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
-) -> Path:
+def load_checkpoint(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
     """Fill model, optimizer and progress from ``path``, or from the last checkpoint in it."""
     path = latest_checkpoint(path)
     # Loading is in place: it wants tensors of the right layout to write into, and reads only what this rank
@@ -70,6 +68,4 @@ def latest_checkpoint(path: Path) -> Path:
     for candidate in candidates:
         if (candidate / ".metadata").is_file():
             return candidate
-    raise ValueError(
-        f"--resume {path}: neither a checkpoint nor a folder with a finished one (step-*/.metadata)"
-    )
+    raise ValueError(f"--resume {path}: neither a checkpoint nor a folder with a finished one (step-*/.metadata)")

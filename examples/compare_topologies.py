@@ -63,9 +63,7 @@ TOPOLOGIES = (
 def run(topology: Topology, args: argparse.Namespace, directory: Path) -> Outcome:
     """Run the training script on one topology, in processes of its own."""
     if args.global_batch % topology.readers:
-        raise ValueError(
-            f"--global-batch {args.global_batch} does not divide among {topology.readers} readers"
-        )
+        raise ValueError(f"--global-batch {args.global_batch} does not divide among {topology.readers} readers")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(topology.processes)]
     command = [
         sys.executable,
@@ -84,9 +82,7 @@ def run(topology: Topology, args: argparse.Namespace, directory: Path) -> Outcom
     start = time.perf_counter()
     # One thread per process everywhere: more would change the order of the sums in one row of the table only.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS
-    )
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS)
     if result.returncode != 0:
         raise RuntimeError(f"{topology.name}: {' '.join(command)} failed\n{result.stdout}\n{result.stderr}")
     metrics = json.loads((directory / "metrics.json").read_text())
@@ -110,16 +106,13 @@ def print_row(*cells: str) -> None:
     widths = (20, 9, 7, 10, 10, 10, 12, 10, 7)
     print(
         "  ".join(
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
         )
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=64)

@@ -101,9 +101,7 @@ class RunReport:
 
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         axes.plot([r.step for r in self.steps], [r.loss for r in self.steps], label="train", linewidth=1.2)
-        axes.plot(
-            [r.step for r in self.evals], [r.loss for r in self.evals], "o-", label="eval", linewidth=1.2
-        )
+        axes.plot([r.step for r in self.evals], [r.loss for r in self.evals], "o-", label="eval", linewidth=1.2)
         axes.set(xlabel="step", ylabel="cross entropy per byte (nats)", title=title)
         axes.grid(alpha=0.3)
         axes.legend()

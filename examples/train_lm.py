@@ -62,9 +62,7 @@ def parse_args() -> argparse.Namespace:
     )
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=100, help="of the whole run, a resumed part included")
-    training.add_argument(
-        "--micro-batch-size", type=int, default=8, help="sequences per reader and microbatch"
-    )
+    training.add_argument("--micro-batch-size", type=int, default=8, help="sequences per reader and microbatch")
     training.add_argument("--gradient-accumulation", type=int, default=1, help="microbatches per step")
     training.add_argument(
         "--per-token-loss", action="store_true", help="sum gradients of summed losses, not means of means"
@@ -73,14 +71,10 @@ def parse_args() -> argparse.Namespace:
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--eval-interval", type=int, default=25, help="steps; 0: at the end only")
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output-dir", type=Path, default=Path("runs/train_lm"), help="for metrics.json and loss.png"
-    )
+    output.add_argument("--output-dir", type=Path, default=Path("runs/train_lm"), help="for metrics.json and loss.png")
     output.add_argument("--checkpoint-dir", type=Path, help="save a checkpoint here at the end of the run")
     output.add_argument("--checkpoint-interval", type=int, default=0, help="steps; 0: at the end only")
-    output.add_argument(
-        "--resume", type=Path, help="a checkpoint, or a folder of them, written on any topology"
-    )
+    output.add_argument("--resume", type=Path, help="a checkpoint, or a folder of them, written on any topology")
     return parser.parse_args()
 
 
@@ -203,9 +197,7 @@ class Trainer:
 
 
 def build_trainer(args: argparse.Namespace, mesh: DeviceMesh, text: bytes, device: torch.device) -> Trainer:
-    config = llama_config(
-        vocab_size=VOCAB_SIZE, hidden=args.hidden, layers=args.layers, seq_length=args.seq_length
-    )
+    config = llama_config(vocab_size=VOCAB_SIZE, hidden=args.hidden, layers=args.layers, seq_length=args.seq_length)
     model = build_model(config, mesh, build_policy(args), args.seed)
     train_windows, eval_windows = train_and_eval_windows(text, args.seq_length, args.seed)
     return Trainer(
@@ -239,9 +231,7 @@ def describe(args: argparse.Namespace, trainer: Trainer) -> dict[str, Any]:
     return {
         "title": f"Llama, hidden {args.hidden}, {args.layers} layers, {axes}",
         "summary": summary,
-        "arguments": {
-            name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()
-        },
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()},
         "axes": {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()},
         "global_batch": reader.global_batch,
         "bytes_unsharded": footprint.bytes_unsharded,

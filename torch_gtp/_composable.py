@@ -94,7 +94,10 @@ def _check_arguments(module: Any, mesh: Any, policy: Any) -> None:
         raise TypeError(f"gtp_shard: expected an nn.Module, got {type(module).__name__}")
     if not isinstance(policy, GTPPolicy):
         raise TypeError(f"gtp_shard(policy=...): expected a GTPPolicy, got {type(policy).__name__}")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward in (
+        nn.ModuleList.forward,
+        nn.ModuleDict.forward,
+    ):
         raise ValueError(
             f"gtp_shard({type(module).__name__}): a container without forward; call gtp_shard on its parent or its elements"
         )

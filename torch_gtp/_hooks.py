@@ -86,6 +86,8 @@ def _end_session(root: RootState, *, failed: bool) -> None:
     assert session is not None
     root.session = None
     session.close()
+    while root.visited:
+        root.visited.pop().end_visit()
     # Nothing gathered survives the pass: the optimizer may rewrite the shards next.
     _runtime.drain(root, session.walk.direction)
     # Checkpointing ends a recomputation by an exception, as soon as it has what it needs.

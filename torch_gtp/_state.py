@@ -117,8 +117,8 @@ class ParamState:
 
     __slots__ = (
         "__weakref__", "bucket", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathered", "gathers", "group",
-        "held", "index", "layout", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy", "reduce_label",
-        "sendable", "steps", "unit", "unsynced", "unsynced_partial", "use",
+        "held", "index", "layout", "leaf", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy",
+        "reduce_label", "sendable", "steps", "unit", "unsynced", "unsynced_partial", "use", "visited",
     )  # fmt: skip
 
     def __init__(self, fqn: str, param: nn.Parameter, layout: WeightLayout, policy: GTPPolicy):
@@ -137,6 +137,8 @@ class ParamState:
         self.gathers: tuple[Gather, Gather, Gather] | None = None
         self.held: Held | None = None
         self.gathered: Tensor | None = None  # the full value that stands in its place inside gathered()
+        self.leaf: nn.Parameter | None = None  # the parameter, while a value with a history stands in its place
+        self.visited: list[ParamState] = []  # the root's list of such
         self.sendable: Tensor | None = None  # the local shard that was last found fit to be sent as it is
         self.use: Use | None = None  # open in some frame of the forward that is running
         self.pending_use: Use | None = None  # prepared one weight ahead
@@ -189,8 +191,16 @@ class ParamState:
         return self.param
 
     def adopt(self, stored: Any) -> nn.Parameter:
+        if not stored.is_leaf and self.param.is_leaf:
+            # A value with a history (functional_call with fast weights): here for this call only, else its graph lives on.
+            self.leaf = self.param
+            self.visited.append(self)
         self.param = stored
         return self.param
+
+    def end_visit(self) -> None:
+        assert self.leaf is not None
+        self.param, self.leaf = self.leaf, None
 
     def shard(self) -> Tensor:
         """The local shard, outside autograd."""
@@ -341,6 +351,7 @@ class RootState:
         self.chains: Chains[int] = Chains()
         self.tail: ParamState | None = None
         self.keepers: dict[int, ParamState] = {}  # parameters with a held buffer
+        self.visited: list[ParamState] = []  # parameters that a value with a history stands in for
         # switches
         self.sync_gradients = True
         self.is_last_backward = True
@@ -351,7 +362,7 @@ class RootState:
 
     def add(self, params: Iterable[ParamState]) -> None:
         for param in params:
-            param.index = len(self.params)
+            param.index, param.visited = len(self.params), self.visited
             self.params.append(param)
             self.full_bytes.append(param.full_bytes)
 

@@ -229,6 +229,26 @@ def test_a_model_is_freed_at_once_without_the_collector(rank, world, use):
 
 
 @on_ranks(2)
+def test_fast_weights_are_freed_with_their_graph(rank, world):
+    """Shards with a history stood in for the parameters for one call: nothing may remember them."""
+    with without_collector():
+        before = library_objects()
+        model = shard(CASES["mlp"].build())
+        for _ in range(2):
+            params = dict(model.named_parameters())
+            grads = torch.autograd.grad(model(randn(4, 6)).sum(), list(params.values()), create_graph=True)
+            fast = {name: p - grad for (name, p), grad in zip(params.items(), grads, strict=True)}
+            torch.func.functional_call(model, fast, randn(4, 6)).sum().backward()
+            references = [weakref.ref(tensor) for tensor in (*fast.values(), *grads)]
+            del fast, grads, params
+            assert [reference() for reference in references] == [None] * len(references)
+        root = weakref.ref(model._gtp.root)
+        del model
+        assert root() is None
+        assert library_objects() == before
+
+
+@on_ranks(2)
 def test_a_loss_keeps_what_it_needs_of_a_deleted_model(rank, world):
     """As in plain PyTorch: the backward of a graph whose model is gone still runs, and then everything is freed."""
     expected = plain_grads(CASES["mlp"].build, run_mlp, world)

@@ -71,9 +71,7 @@ def imports_of(name: str) -> Iterator[tuple[int, str]]:
             continue
         if isinstance(node, ast.Import):
             for alias in node.names:
-                assert alias.name.partition(".")[0] != "torch_gtp", (
-                    f"{name}:{node.lineno}: import it relatively"
-                )
+                assert alias.name.partition(".")[0] != "torch_gtp", f"{name}:{node.lineno}: import it relatively"
         elif isinstance(node, ast.ImportFrom) and node.level:
             if node.module is not None:
                 yield node.lineno, node.module.partition(".")[0]
@@ -155,8 +153,7 @@ def test_names_that_depend_on_the_version_of_torch_stay_in_one_module(name):
     offenders = []
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Attribute) and (
-            node.attr in VERSIONED_NAMES
-            or (node.attr == "__version__" and ast.unparse(node.value) == "torch")
+            node.attr in VERSIONED_NAMES or (node.attr == "__version__" and ast.unparse(node.value) == "torch")
         ):
             offenders.append(f"{name}:{node.lineno} {ast.unparse(node)}")
         if isinstance(node, ast.ExceptHandler) and "ImportError" in ast.unparse(node.type or ast.Name("")):
@@ -226,9 +223,7 @@ def public_objects() -> Iterator[tuple[str, object]]:
         yield path, value
         if inspect.isclass(value):
             for attribute, member in vars(value).items():
-                if not attribute.startswith("_") and (
-                    inspect.isfunction(member) or isinstance(member, property)
-                ):
+                if not attribute.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
                     yield f"{path}.{attribute}", member
 
 

@@ -47,9 +47,7 @@ def test_the_module_is_a_module():
         gtp_shard([mlp()], gtp_mesh())
 
 
-@pytest.mark.parametrize(
-    "container", [nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})]
-)
+@pytest.mark.parametrize("container", [nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})])
 def test_a_container_without_forward_is_refused(container):
     with refuses(ValueError, type(container).__name__, "without forward", "on its parent or its elements"):
         shard(container)
@@ -84,17 +82,16 @@ def test_calling_twice_with_the_same_arguments_is_calling_once():
     assert model[0].weight is weight
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"policy": GTPPolicy(min_shard_numel=2)},
-        {"plan": {"0.weight": WeightPlan(replicate=True)}},
-    ],
-)
-def test_calling_twice_with_other_arguments_is_refused(other):
+def test_calling_twice_with_another_policy_is_refused():
     model = shard(mlp())
     with refuses(ValueError, "gtp_shard(Sequential)", "twice", "other arguments", "call it once"):
-        shard(model, **other)
+        shard(model, policy=GTPPolicy(min_shard_numel=2))
+
+
+def test_a_plan_for_what_is_sharded_already_is_refused():
+    model = shard(mlp())
+    with refuses(ValueError, "plan=...", "['0.weight']", "match no parameter"):
+        shard(model, plan={"0.weight": WeightPlan(replicate=True)})
 
 
 def test_calling_twice_with_another_mesh_is_refused():
@@ -244,9 +241,7 @@ class Wrapper(nn.Module):
         self.layer = layer
 
 
-@pytest.mark.parametrize(
-    "put", [lambda w: [w], lambda w: (w,), lambda w: {"w": w}], ids=["list", "tuple", "dict"]
-)
+@pytest.mark.parametrize("put", [lambda w: [w], lambda w: (w,), lambda w: {"w": w}], ids=["list", "tuple", "dict"])
 def test_a_second_reference_to_a_parameter_is_refused(put):
     with refuses(ValueError, "layer.inner.weight", "'stash' of layer (Keeps)", "remove that reference"):
         shard(Wrapper(Keeps(put)))
@@ -319,9 +314,7 @@ def test_an_optimizer_from_before_sharding_is_refused_at_its_first_step():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     shard(model)
     model(torch.ones(1, 6)).sum().backward()
-    with refuses(
-        ValueError, "SGD holds 0.weight", "as it was before", "after gtp_shard", "model.parameters()"
-    ):
+    with refuses(ValueError, "SGD holds 0.weight", "as it was before", "after gtp_shard", "model.parameters()"):
         optimizer.step()
 
 
@@ -359,9 +352,7 @@ def test_materializing_a_module_that_cannot_initialise_itself_is_refused():
 
 def test_wrapping_in_ddp_is_refused_with_the_line_to_write():
     model = shard(mlp())
-    with refuses(
-        TypeError, "DistributedDataParallel", "gtp_shard(model, mesh)", "replicate axis", "build_mesh("
-    ):
+    with refuses(TypeError, "DistributedDataParallel", "gtp_shard(model, mesh)", "replicate axis", "build_mesh("):
         nn.parallel.DistributedDataParallel(model)
 
 
@@ -373,9 +364,7 @@ def test_wrapping_in_ddp_is_refused_with_the_line_to_write():
 def test_copies_are_refused_with_the_recipe(attempt):
     model = shard(mlp())
     for module in (model, model[0]):
-        with refuses(
-            TypeError, "cannot be copied or pickled", "load_state_dict", "torch.distributed.checkpoint"
-        ):
+        with refuses(TypeError, "cannot be copied or pickled", "load_state_dict", "torch.distributed.checkpoint"):
             attempt(module)
 
 
@@ -406,9 +395,7 @@ def test_switches_of_a_model_take_bools_only(name):
 def test_a_parameter_replaced_by_another_layout_is_refused_at_its_use():
     model = shard(mlp())
     model[0].weight = nn.Parameter(distribute_tensor(torch.zeros(10, 6), gtp_mesh(), [Replicate()]))
-    with refuses(
-        ValueError, "0.weight", "another layout", "(Replicate(),)", "(Shard(dim=0),)", "same layout"
-    ):
+    with refuses(ValueError, "0.weight", "another layout", "(Replicate(),)", "(Shard(dim=0),)", "same layout"):
         model(torch.ones(1, 6))
 
 

@@ -46,9 +46,7 @@ class Spot:
         return dict(self.axes)
 
     def layouts(self):
-        return layouts_of_all_ranks(
-            self.mesh_shape, self.names, self.shape, self.shard_dim, self.tp_placement
-        )
+        return layouts_of_all_ranks(self.mesh_shape, self.names, self.shape, self.shard_dim, self.tp_placement)
 
     def full(self):
         return torch.arange(math.prod(self.shape), dtype=torch.float32).view(self.shape)
@@ -89,9 +87,7 @@ def both_orders(test):
 @both_orders
 def test_reassembled_shards_are_the_parameter(spot):
     full = spot.full()
-    pieces = [
-        (coordinate, layout.slice_shard(spot.slice_of(coordinate))) for coordinate, layout in spot.layouts()
-    ]
+    pieces = [(coordinate, layout.slice_shard(spot.slice_of(coordinate))) for coordinate, layout in spot.layouts()]
     placements = spot.layouts()[0][1].spec.placements
     assert torch.equal(reassemble("w", spot.shape, spot.mesh_shape, placements, pieces), full)
 
@@ -108,9 +104,7 @@ def test_every_rank_stores_what_the_placements_say(spot):
 @both_orders
 def test_placements_mean_to_dtensor_what_they_mean_here(spot):
     for coordinate, layout in spot.layouts():
-        shape, offset = compute_local_shape_and_global_offset(
-            layout.shape, layout.mesh, layout.spec.placements
-        )
+        shape, offset = compute_local_shape_and_global_offset(layout.shape, layout.mesh, layout.spec.placements)
         assert shape == layout.shard_shape
         if 0 not in shape:  # DTensor puts empty shards at the end, we do so too, but no element says it
             region = shard_region(spot.shape, spot.mesh_shape, layout.spec.placements, coordinate)
