@@ -10,15 +10,13 @@ forward, turn of weight i          backward, first look at weight i
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -27,7 +25,8 @@ from . import _runtime
 from ._autograd import PackedWeight, SavedTensorHooks, land_gradient_node, use_weight_node
 from ._chain import Direction
 from ._dtensor_layout import make_dtensor
-from ._replicate import LocalValue, make_buckets, replicated_value, source_of, tensor_parallel_spec
+from ._first_call import initialize
+from ._replicate import LocalValue, replicated_value, source_of, tensor_parallel_spec
 from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use, version_of
 
 _SELECTIVE_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
@@ -70,7 +69,7 @@ def close_frame(frame: Frame, *, failed: bool) -> None:
 
 def _begin_session(root: RootState) -> None:
     if not root.initialized:
-        _initialize(root)
+        initialize(root)
     # A failed backward left its caches; a finished forward may have left weights for a backward that never came.
     if torch._C._current_graph_task_id() == -1:
         direction = Direction.FORWARD
@@ -451,7 +450,7 @@ def prefetch(root: RootState, direction: Direction, index: int) -> bool:
     return True
 
 
-# ---- first call
+# ---- wiring
 
 
 def install(root: RootState) -> None:
@@ -463,62 +462,6 @@ def install(root: RootState) -> None:
 
     root.prefetchers = tuple(prefetcher(direction) for direction in Direction)
     root.hooks = SavedTensorHooks(root.by_storage, rematerialize)
-
-
-def _initialize(root: RootState) -> None:
-    """What waits for the first call: by now the model is complete and outer wrappers are in place."""
-    module = root.module()
-    _find_units(root, module)
-    make_buckets(root)
-    root.largest_bytes = max(root.full_bytes, default=0)
-    if root.policy.lookahead_bytes is None:
-        root.lookahead = block_bytes(root, module)
-    root.initialized = True
-
-
-def _find_units(root: RootState, top: nn.Module | None) -> None:
-    """Which outer FSDP unit each parameter belongs to, and each wrapped module's parent."""
-    to_visit: list[tuple[nn.Module, object, nn.Module | None]] = [(top, None, None)] if top is not None else []
-    while to_visit:
-        module, unit, parent = to_visit.pop()
-        if isinstance(module, FSDPModule):
-            unit = weakref.ref(module)
-        state: ModuleState | None = module.__dict__.get("_gtp")
-        if state is not None and state.root is root:
-            state.parent = weakref.ref(parent) if parent is not None else None
-            for param in state.entries.values():
-                param.unit = unit
-        to_visit.extend((child, unit, module) for child in module.children())
-
-
-def block_bytes(root: RootState, top: nn.Module | None) -> int:
-    """One block's worth of full weights: the most that an element of a list of modules holds.
-
-    An element with a single weight is no block: two neighbours count then. Without lists: the two largest weights.
-    """
-    sizes = sorted((param.full_bytes for param in root.sharded()), reverse=True)
-    best = 0
-    for container in top.modules() if top is not None else ():
-        if not isinstance(container, nn.ModuleList | nn.Sequential):
-            continue
-        held = [_weights_under(child, root) for child in container]
-        held = [weights for weights in held if weights]
-        totals = [sum(param.full_bytes for param in weights) for weights in held]
-        if len(totals) < 2:
-            continue
-        if max(len(weights) for weights in held) == 1:
-            totals = [first + second for first, second in itertools.pairwise(totals)]
-        best = max(best, *totals)
-    return best or sum(sizes[:2])
-
-
-def _weights_under(module: nn.Module, root: RootState) -> list[ParamState]:
-    found: dict[int, ParamState] = {}
-    for child in module.modules():
-        state: ModuleState | None = child.__dict__.get("_gtp")
-        if state is not None and state.root is root:
-            found.update((param.index, param) for param in state.entries.values() if param.is_sharded)
-    return list(found.values())
 
 
 # ---- what ends the freshness of kept weights

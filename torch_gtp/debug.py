@@ -8,6 +8,7 @@ from torch import nn
 
 from ._access import state_of
 from ._chain import Direction
+from ._first_call import block_bytes
 from ._state import ParamState, RootState
 
 
@@ -111,15 +112,9 @@ def explain(model: nn.Module) -> Report:
         bytes_plain=sum(param.layout.shape.numel() * param.param.dtype.itemsize for param in root.params),
         bytes_sharded=sum(weight.shard_bytes for weight in weights),
         lookahead_bytes=root.lookahead,
-        fsdp2_gathered_bytes=2 * _hooks_block_bytes(root),
+        fsdp2_gathered_bytes=2 * block_bytes(root, root.module()),
         policy=str(root.policy),
     )
-
-
-def _hooks_block_bytes(root: RootState) -> int:
-    from ._hooks import block_bytes
-
-    return block_bytes(root, root.module())
 
 
 def _places(root: RootState, direction: Direction) -> dict[int, list[tuple[list[int], int]]]:
