@@ -90,8 +90,14 @@ def axes_group(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup | Non
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     index = tuple(slice(None) if name in wide else coordinate[i] for i, name in enumerate(names))
-    ranks = mesh.mesh[index].flatten().tolist()
-    return dist.new_group(sorted(ranks), use_local_synchronization=True, group_desc="torch_gtp_" + "_".join(wide))
+    ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    # Kept with the mesh that it belongs to: roots and slices of one mesh share it, and it goes when the mesh goes.
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = mesh._get_root_mesh().__dict__.setdefault("_gtp_groups", {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(
+            list(ranks), use_local_synchronization=True, group_desc="torch_gtp_" + "_".join(wide)
+        )
+    return groups[ranks]
 
 
 def nccl_mesh_options(axes: int) -> dict[str, Any]:

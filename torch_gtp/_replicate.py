@@ -399,14 +399,14 @@ def make_buckets(root: RootState) -> None:
     for param in root.params:
         mesh = param.layout.mesh
         axes = replicate_axes(mesh) if param.is_sharded else (*replicate_axes(mesh), GTP_AXIS)
-        group = _group(root, mesh, axes)
+        group = _collectives.axes_group(mesh, axes)
         may_be_partial = axis_size(mesh, TP_AXIS) > 1 and (
             param.partial_over_tp
             or (param.layout.tp_spec is not None and param.layout.tp_spec.placements[0].is_replicate())
         )
         if group is None and not may_be_partial:
             continue
-        tp_group = _group(root, mesh, (*axes, TP_AXIS)) if may_be_partial else None
+        tp_group = _collectives.axes_group(mesh, (*axes, TP_AXIS)) if may_be_partial else None
         key = (mesh, axes, may_be_partial, param.unit, param.policy.reduction, param.policy.async_reduction)
         nbytes = param.shard().numel() * param.reduce_dtype.itemsize
         bucket, filled = open_buckets.get(key, (None, 0))
@@ -419,10 +419,3 @@ def make_buckets(root: RootState) -> None:
         bucket.params.append(param)
         param.bucket = bucket.index
         open_buckets[key] = (bucket, filled + nbytes)
-
-
-def _group(root: RootState, mesh: Any, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-    key = (mesh, tuple(axes))
-    if key not in root.groups:
-        root.groups[key] = _collectives.axes_group(mesh, axes)
-    return root.groups[key]

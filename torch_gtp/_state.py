@@ -355,8 +355,7 @@ class RootState:
         # switches
         self.sync_gradients = True
         self.is_last_backward = True
-        # groups and buckets, made at the first forward
-        self.groups: dict[Any, dist.ProcessGroup | None] = {}
+        # made at the first forward
         self.buckets: list[Bucket] = []
         self.flush_task = -1  # the graph task at whose end unsynchronised gradients are reduced
 
