@@ -69,7 +69,7 @@ def parse_args() -> argparse.Namespace:
     )
     training.add_argument("--lr", type=float, default=3e-3)
     training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--eval-interval", type=int, default=25, help="steps; 0: at the end only")
+    training.add_argument("--eval-interval", type=int, default=50, help="steps; 0: at the end only")
     output = parser.add_argument_group("output")
     output.add_argument("--output-dir", type=Path, default=Path("runs/train_lm"), help="for metrics.json and loss.png")
     output.add_argument("--checkpoint-dir", type=Path, help="save a checkpoint here at the end of the run")

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import torch_gtp._replicate
@@ -18,7 +18,6 @@ from tests.dist.twin import gather_mesh, hybrid_mesh, randn, seeded, shard
 from tests.harness import cached_mesh
 from tests.models import MLP, Conditional
 from tests.reference import gather_full_dict
-from torch_gtp import GTPPolicy, gtp_shard
 
 
 def mlp_loss(model, coordinate, micro):
@@ -195,26 +194,3 @@ def changed_between(rank, world):
         outcome = str(error)
     assert "was modified" in outcome, outcome
     model.reset_iter_state()
-
-
-def outer_unit(rank, world):
-    mesh = cached_mesh((2, world // 2), ("dp", "gtp_remat"))
-    build = seeded(lambda: nn.Sequential(MLP(8, 8, 8), MLP(8, 8, 8)))
-
-    def loss(model, coordinate, micro):
-        return model(randn(4, 8, seed=coordinate)).square().mean()
-
-    plain = build()
-    for coordinate in range(world):
-        (loss(plain, coordinate, 0) / world).backward()
-    model = gtp_shard(build(), mesh["gtp_remat"], policy=GTPPolicy(min_shard_numel=1))
-    for block in model:
-        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
-        block.set_reshard_after_backward(False)  # the next unit is open already while this one runs
-    fully_shard(model, mesh=mesh["dp"])
-    for _ in range(3):
-        loss(model, rank, 0).backward()
-        grads = gather_full_dict({name: p.grad for name, p in model.named_parameters()})
-        for name, parameter in plain.named_parameters():
-            torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-8)
-        model.zero_grad()

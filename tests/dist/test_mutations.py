@@ -246,17 +246,6 @@ def directions_share_a_gather():
     return patched_method(state.ParamState, "rename", rename)
 
 
-def one_unit_for_all():
-    """Landings are deferred across the border of an outer FSDP unit."""
-
-    def find_units(original, root, top):
-        original(root, top)
-        for param in root.params:
-            param.unit = root.params[0].unit
-
-    return patched(library("_first_call"), "_find_units", find_units)
-
-
 # ---- the table
 
 NEVER_WAITED = r"dropped without wait|never waited for"
@@ -311,7 +300,6 @@ EDGES = {
     "directions have gathers of their own": Edge(
         directions_share_a_gather, needs.recomputing, "KeyError|gather state|AssertionError"
     ),
-    "no landing is deferred across an outer unit": Edge(one_unit_for_all, needs.outer_unit, WRONG_NUMBERS, 4),
 }
 
 
