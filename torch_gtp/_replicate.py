@@ -111,6 +111,7 @@ def open_bucket(root: RootState, session: Session, param: ParamState) -> BucketU
     if _has_hooks(param):
         # A bucket's landing node reaches every parameter of the bucket, used or not, and autograd calls the hooks of
         # an unused one with None. A parameter with hooks of its user's goes alone, so they fire as in plain PyTorch.
+        # It follows that hooks must be the same on every rank, like everything else that collectives depend on.
         key: tuple[int, int] = (bucket.index, param.index)
         members = [param]
     else:
