@@ -34,21 +34,29 @@ _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class LandGradient(Function):
-    """Older node of a use: takes the reduced shard. See [Note: one-step reduce deferral]."""
+    """Older node of a use: takes the reduced shard. See [Note: one-step reduce deferral].
+
+    ``target`` is the parameter, or with a bucket the token of its landing node; ``launch`` that of the bucket's launch.
+    """
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, use: Use) -> Tensor:
+    def forward(ctx: Any, target: Tensor, launch: Tensor | None, use: Use) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.use = use
         # On the parameter's device: the engine keeps one ready queue per device, and the order of nodes is per queue.
-        return torch.empty(0, device=source.device)
+        return torch.empty(0, device=target.device)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         use: Use = ctx.use
         shard = _runtime.land_gradient(use)
-        if shard is None or use.param.bucket >= 0:
-            return shard, None
-        return as_gradient(use.param, shard), None
+        if shard is None:
+            return None, None, None
+        if use.bucket_use is None:
+            return as_gradient(use.param, shard), None, None
+        use.bucket_use.arrive(use.param, shard, ctx)
+        token = use.root.token_grad(shard.device)
+        return token, token, None
 
 
 class UseWeight(Function):
@@ -105,7 +113,7 @@ def as_gradient(param: ParamState, shard: Tensor) -> Tensor:
 
 
 # Function.apply spends most of its time on functorch, whose transforms never come here (see _hooks._use).
-land_gradient_node: Callable[[Tensor, Use], Tensor] = super(Function, LandGradient).apply
+land_gradient_node: Callable[[Tensor, Tensor | None, Use], Tensor] = super(Function, LandGradient).apply
 use_weight_node: Callable[[Tensor, Use, list[Tensor]], Tensor] = super(Function, UseWeight).apply
 
 

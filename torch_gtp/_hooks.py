@@ -26,7 +26,7 @@ from ._autograd import PackedWeight, SavedTensorHooks, land_gradient_node, use_w
 from ._chain import Direction
 from ._dtensor_layout import make_dtensor
 from ._first_call import initialize
-from ._replicate import LocalValue, replicated_value, source_of, tensor_parallel_spec
+from ._replicate import open_bucket, replicated_use, replicated_value, tensor_parallel_spec
 from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use, version_of
 
 _SELECTIVE_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
@@ -253,8 +253,12 @@ def _prepare_landings(root: RootState, session: Session, param: ParamState) -> N
 
 
 def _make_landing_node(root: RootState, session: Session, use: Use) -> None:
-    source, use.bucket_use = source_of(root, session, use.param)
-    use.token = land_gradient_node(source, use)
+    param = use.param
+    if param.bucket < 0:
+        use.token = land_gradient_node(param.param, None, use)
+    else:
+        bucket_use = use.bucket_use = open_bucket(root, session, param)
+        use.token = land_gradient_node(bucket_use.landings[param.index], bucket_use.launch, use)
 
 
 def _attach(root: RootState, use: Use) -> Tensor:
@@ -279,8 +283,7 @@ def _replicated(root: RootState, param: ParamState, *, attach: bool) -> Tensor:
     if not attach:
         return replicated_value(param)
     assert root.session is not None
-    source, bucket_use = source_of(root, root.session, param)
-    return source if bucket_use is not None else cast(Tensor, LocalValue.apply(source, param))
+    return replicated_use(root, root.session, param)
 
 
 def _let_go(root: RootState, use: Use, *, failed: bool) -> None:

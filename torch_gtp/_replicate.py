@@ -1,16 +1,21 @@
 """Gradient reduction over the replicate axes, and of parameters that are whole on every ``gtp_remat`` rank.
 
 The pattern of [Note: one-step reduce deferral], one level up. Parameters form buckets in registration order. In each
-forward a bucket has a *launch* node, which the gradients of all its parameters feed and which starts one collective,
-and an older *landing* node, made one bucket earlier, which waits for it and hands finished gradients to
-``AccumulateGrad``::
+forward a bucket has one *launch* node, which every use of its parameters feeds and which starts one collective, and one
+older *landing* node per parameter, made a bucket earlier and reached from the uses of that parameter alone, so that the
+hooks of a parameter without a gradient stay silent as in plain PyTorch::
 
-    AccumulateGrad <- LandBucket k <- LaunchBucket k <- LandGradient of each weight of bucket k
+    use of weight w -> LandGradient w -+-> LaunchBucket k -> (an anchor)
+                                       +-> LandParameter w -> AccumulateGrad w
+
+Nothing but age orders a landing after its launch: the engine runs the youngest ready node first, all nodes on the way
+to a use of bucket k are younger than its landing nodes, so these come when all that can arrive has arrived, and the
+launch node, younger too, has run. Where the engine does not need it (``autograd.grad``), the first landing launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -49,46 +54,59 @@ class Bucket:
 
 
 class Flight:
-    """One collective of a bucket: the buffer it reduces and which parameters lie in it."""
+    """One collective of a bucket: the buffer it reduces and which parameters lie where in it."""
 
-    __slots__ = ("buffer", "handle", "params", "shapes", "source")
+    __slots__ = ("buffer", "handle", "params", "places", "source")
 
     def __init__(
-        self, handle: _collectives.Handle | None, buffer: Tensor, params: list[ParamState], shapes: list[torch.Size]
+        self,
+        handle: _collectives.Handle | None,
+        buffer: Tensor,
+        params: list[ParamState],
+        places: dict[int, tuple[int, torch.Size]],
     ):
-        self.handle, self.buffer, self.params, self.shapes = handle, buffer, params, shapes
+        self.handle, self.buffer, self.params, self.places = handle, buffer, params, places
         self.source: Tensor | None = buffer  # reduced in place
 
 
-class BucketUse:
-    """One bucket in one forward: the tensors its parameters' gradients flow into, and what is in flight."""
+class BucketPass:
+    """One bucket in one backward: gradients of this rank that arrived, reductions that were launched."""
 
-    __slots__ = ("bucket", "flights", "indices", "members", "partial", "root", "sources", "tokens")
+    __slots__ = ("accumulating", "arrived", "launched")
+
+    def __init__(self) -> None:
+        self.arrived: dict[int, Tensor] = {}
+        self.launched: dict[int, Flight | Tensor] = {}
+        self.accumulating: set[int] = set()  # known only while some parameters have unsynchronised gradients
+
+
+class BucketUse:
+    """One bucket in one forward: the nodes that its parameters' gradients flow into."""
+
+    __slots__ = ("bucket", "landings", "launch", "members", "partial", "passes", "root", "values")
 
     def __init__(self, root: RootState, bucket: Bucket, members: list[ParamState]):
         self.root = root
         self.bucket = bucket
         self.members = members
-        self.indices = frozenset(param.index for param in members)
         # Whether a gradient is a partial sum over tp: declared, or found on its first DTensor gradient.
         self.partial: dict[int, bool] = {param.index: True for param in members if param.partial_over_tp}
-        self.flights: list[dict[int, Tensor] | list[Flight]] = []
-        self.tokens: tuple[Tensor, ...] = ()
-        self.sources: dict[int, Tensor] = {}
+        self.passes: dict[int, BucketPass] = {}  # by graph task: a failed backward leaves nothing to the next
+        # while the forward runs: tokens of the nodes, and the values of replicated parameters
+        self.landings: dict[int, Tensor] = {}
+        self.launch: Tensor | None = None
+        self.values: dict[int, Tensor] = {}
 
-    def make_landing_node(self) -> None:
-        """The older node; made a bucket earlier than the other."""
-        self.tokens = cast("tuple[Tensor, ...]", LandBucket.apply(self, *(param.param for param in self.members)))
+    def make_landing_nodes(self) -> None:
+        """The older nodes; made a bucket earlier than the launch node."""
+        self.landings = {param.index: land_parameter_node(param.param, self, param) for param in self.members}
 
     def make_launch_node(self) -> None:
-        outputs = cast("tuple[Tensor, ...]", LaunchBucket.apply(self, *self.tokens))
-        self.sources = {param.index: out for param, out in zip(self.members, outputs, strict=True)}
-        self.tokens = ()
+        self.launch = launch_bucket_node(self.root.anchor(self.members[0].shard().device), self)
 
     def close(self) -> None:
         """The forward is over: the nodes keep what they need, and refer back to this object."""
-        self.sources = {}
-        self.tokens = ()
+        self.landings, self.launch, self.values = {}, None, {}
 
     def settle_partial(self, param: ParamState, local: Tensor, partial: bool) -> Tensor:
         """A gradient of one use, made of the kind (partial over tp or not) that the parameter's first one had."""
@@ -96,112 +114,133 @@ class BucketUse:
             return local
         return _of_kind(self, param, local, partial, wanted=self.partial.setdefault(param.index, partial))
 
-
-def source_of(root: RootState, session: Session, param: ParamState) -> tuple[Tensor, BucketUse | None]:
-    """The tensor that a use of ``param`` hangs on in this forward: the parameter itself, or its bucket's output."""
-    if param.bucket < 0:
-        return param.param, None
-    bucket_use = open_bucket(root, session, param)
-    return bucket_use.sources[param.index], bucket_use
+    def arrive(self, param: ParamState, value: Tensor, use_node: Any) -> None:
+        """Take the gradient of one use. ``use_node``: the node it comes from, whose first edge is the landing node."""
+        task = torch._C._current_graph_task_id()
+        current = self.passes.get(task)
+        if current is None:
+            current = self.passes[task] = BucketPass()
+        earlier = current.arrived.get(param.index)
+        current.arrived[param.index] = value if earlier is None else earlier + value
+        if self.root.unsynced and _accumulates(use_node.next_functions[0][0]):
+            current.accumulating.add(param.index)
 
 
 def open_bucket(root: RootState, session: Session, param: ParamState) -> BucketUse:
     """The bucket use that takes the gradient of ``param`` in this forward; its nodes are made at the first call."""
     bucket = root.buckets[param.bucket]
-    if _has_hooks(param):
-        # A bucket's landing node reaches every parameter of the bucket, used or not, and autograd calls the hooks of
-        # an unused one with None. A parameter with hooks of its user's goes alone, so they fire as in plain PyTorch.
-        # It follows that hooks must be the same on every rank, like everything else that collectives depend on.
-        key: tuple[int, int] = (bucket.index, param.index)
-        members = [param]
-    else:
-        key, members = (bucket.index, -1), _members(bucket)
-    bucket_use = session.bucket_uses.get(key)
-    if bucket_use is None or param.index not in bucket_use.indices:
-        bucket_use = session.bucket_uses[key] = BucketUse(root, bucket, members)
-        bucket_use.make_landing_node()
-    if not bucket_use.sources:
+    bucket_use = session.bucket_uses.get(bucket.index)
+    if bucket_use is None or param.index not in bucket_use.landings:
+        bucket_use = session.bucket_uses[bucket.index] = BucketUse(root, bucket, _members(bucket))
+        bucket_use.make_landing_nodes()
+    if bucket_use.launch is None:
         following = bucket.next
-        if following is not None and (following.index, -1) not in session.bucket_uses:
+        if following is not None and following.index not in session.bucket_uses:
             coming = _members(following)
             if coming:
-                # Made before this bucket's launch node, so it waits after this bucket has launched.
-                ahead = session.bucket_uses[following.index, -1] = BucketUse(root, following, coming)
-                ahead.make_landing_node()
+                # Made before this bucket's launch node, so they wait after this bucket has launched.
+                ahead = session.bucket_uses[following.index] = BucketUse(root, following, coming)
+                ahead.make_landing_nodes()
         bucket_use.make_launch_node()
     return bucket_use
 
 
-def _has_hooks(param: ParamState) -> bool:
-    tensor = param.param
-    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
-
-
 def _members(bucket: Bucket) -> list[ParamState]:
-    return [
-        param for param in bucket.params
-        if param.current() is not None and param.param.requires_grad and not _has_hooks(param)
-    ]  # fmt: skip
+    return [param for param in bucket.params if param.current() is not None and param.param.requires_grad]
 
 
-class LandBucket(Function):
-    """Older node of a bucket: waits for its collectives."""
+def replicated_use(root: RootState, session: Session, param: ParamState) -> Tensor:
+    """The value of a parameter that needs no gather, tied to its reduction."""
+    if param.bucket < 0:
+        return cast(Tensor, LocalValue.apply(param.param, param))
+    bucket_use = open_bucket(root, session, param)
+    value = bucket_use.values.get(param.index)
+    if value is None:
+        value = bucket_use.values[param.index] = use_replicated_node(
+            bucket_use.landings[param.index], bucket_use.launch, bucket_use, param
+        )
+    return value
+
+
+class UseReplicated(Function):
+    """The use of a replicated parameter: its local tensor, cast for compute."""
 
     @staticmethod
-    def forward(ctx: Any, use: BucketUse, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, landing: Tensor, launch: Tensor, use: BucketUse, param: ParamState) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.use = use
-        return tuple(torch.empty(0, device=param.device) for param in params)
+        ctx.use, ctx.param = use, param
+        return _compute_value(param, attached=True)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         use: BucketUse = ctx.use
-        landed = use.flights.pop()
-        if isinstance(landed, list):
-            reduced = _land(use.root, landed)
-        else:  # not to be reduced now, or already
-            reduced = landed
-        grads: list[Tensor | None] = []
-        for param in use.members:
-            shard = reduced.get(param.index)
-            grads.append(None if shard is None else as_gradient(param, shard))
-        return None, *grads
+        param: ParamState = ctx.param
+        if grad is None:
+            return None, None, None, None
+        value, partial = local_gradient(grad, param.layout.tp_spec)
+        use.arrive(param, use.settle_partial(param, value, partial), ctx)
+        token = use.root.token_grad(param.shard().device)
+        return token, token, None, None
 
 
 class LaunchBucket(Function):
-    """Younger node of a bucket: takes every gradient of its parameters in this backward, launches their reduction."""
+    """Younger node of a bucket: runs when every gradient of its parameters has arrived, launches their reduction."""
 
     @staticmethod
-    def forward(ctx: Any, use: BucketUse, *tokens: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, anchor: Tensor, use: BucketUse) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.use = use
-        return tuple(_compute_value(param, attached=True) for param in use.members)
+        return torch.empty(0, device=anchor.device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, None]:
         use: BucketUse = ctx.use
-        local: dict[int, Tensor] = {}
-        for param, grad in zip(use.members, grads, strict=True):
-            if grad is not None:
-                value, partial = local_gradient(grad, param.layout.tp_spec)
-                local[param.index] = value if param.is_sharded else use.settle_partial(param, value, partial)
-        if not use.root.sync_gradients:
-            use.flights.append(_keep_unsynced(use, ctx, local))
-        elif torch.is_grad_enabled() and any(value.requires_grad for value in local.values()):
-            use.flights.append(_reduce_differentiably(use, local))
-        else:
-            _queue_flush(use, ctx)
-            _take_unsynced(use, [p for i, p in enumerate(use.members) if p.unsynced and _accumulates(ctx, i)], local)
-            use.flights.append(_launch(use, local))
-        token = use.root.token_grad(use.members[0].shard().device)
-        return None, *(token if param.index in local else None for param in use.members)
+        current = use.passes.get(torch._C._current_graph_task_id())
+        if current is not None and current.arrived and use.root.sync_gradients:
+            _launch_arrived(use, current)
+        return None, None
+
+
+class LandParameter(Function):
+    """Older node of a bucket, one per parameter: waits for the bucket's collective."""
+
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, use: BucketUse, param: ParamState) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.use, ctx.param = use, param
+        return torch.empty(0, device=stored.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, None, None]:
+        use: BucketUse = ctx.use
+        param: ParamState = ctx.param
+        task = torch._C._current_graph_task_id()
+        current = use.passes.get(task)
+        if current is None:  # no use had a gradient
+            return None, None, None
+        shard: Tensor | None = None
+        if param.index in current.arrived:
+            if use.root.sync_gradients:
+                _launch_arrived(use, current)
+            else:
+                shard = _keep_unsynced(use, param, current.arrived.pop(param.index), ctx)
+        launched = current.launched.pop(param.index, None)
+        if launched is not None:
+            shard = _land(use.root, launched, param) if isinstance(launched, Flight) else launched
+        if not current.arrived and not current.launched:
+            del use.passes[task]
+        return None if shard is None else as_gradient(param, shard), None, None
+
+
+# See _autograd: Function.apply spends most of its time on functorch, whose transforms never come here.
+land_parameter_node: Callable[[Tensor, BucketUse, ParamState], Tensor] = super(Function, LandParameter).apply
+launch_bucket_node: Callable[[Tensor, BucketUse], Tensor] = super(Function, LaunchBucket).apply
+use_replicated_node: Callable[..., Tensor] = super(Function, UseReplicated).apply
 
 
 def _compute_value(param: ParamState, *, attached: bool) -> Tensor:
-    """What a module sees of a parameter that needs no gather; a stand-in without memory for one that does."""
+    """What a module sees of a parameter that needs no gather."""
     local = param.shard()
-    if param.is_sharded:
-        return local.new_empty((), dtype=param.reduce_dtype).expand(local.shape)
     value = local
     if param.compute_dtype is not None and local.dtype != param.compute_dtype:
         value = local.to(param.compute_dtype)
@@ -245,60 +284,63 @@ def tensor_parallel_spec(param: ParamState, dtype: torch.dtype) -> Any:
     return type(spec)(spec.mesh, spec.placements, meta)
 
 
-def _accumulates(launch_node: Any, position: int) -> bool:
-    """Whether this backward adds to ``.grad`` of a member, rather than return its gradient (``autograd.grad``)."""
-    landing_node = launch_node.next_functions[0][0]
+def _accumulates(landing_node: Any) -> bool:
+    """Whether this backward adds to ``.grad`` of the parameter, rather than return its gradient (``autograd.grad``)."""
     try:
-        will_run: bool = torch._C._will_engine_execute_node(landing_node.next_functions[position][0])
+        will_run: bool = torch._C._will_engine_execute_node(landing_node.next_functions[0][0])
     except RuntimeError:  # how the engine says that the leaf's gradient is captured
         return False
     return will_run
 
 
-def _keep_unsynced(use: BucketUse, launch_node: Any, local: dict[int, Tensor]) -> dict[int, Tensor]:
+def _launch_arrived(use: BucketUse, current: BucketPass) -> None:
+    root = use.root
+    arrived, current.arrived = current.arrived, {}
+    if torch.is_grad_enabled() and any(value.requires_grad for value in arrived.values()):
+        current.launched.update(_reduce_differentiably(use, arrived))
+        return
+    if current.accumulating:
+        _take_unsynced(use, [param for param in use.members if param.index in current.accumulating], arrived)
+        _queue_flush(root)
+    for flight in _launch(use, arrived):
+        current.launched.update(dict.fromkeys(flight.places, flight))
+
+
+def _keep_unsynced(use: BucketUse, param: ParamState, value: Tensor, landing_node: Any) -> Tensor:
     """Accumulate locally: the gradient lands unreduced, and the next synchronising backward reduces the sum."""
-    kept = {}
-    for position, param in enumerate(use.members):
-        value = local.get(param.index)
-        if value is None:
-            continue
-        if not param.is_sharded and not value.requires_grad:
-            # It may be anybody's tensor, expanded or kept by whoever made it, and .grad is added to in place.
-            value = value.clone(memory_format=torch.contiguous_format)
-        kept[param.index] = value
-        if not _accumulates(launch_node, position):
-            continue
-        partial = use.partial.get(param.index, False)
-        if param.unsynced:
-            kept[param.index] = _of_kind(use, param, value, partial, wanted=param.unsynced_partial)
-            continue
-        grad = param.param.grad
-        if grad is not None and param.policy.reduction == "sum":
-            # A part that is already summed over the ranks would be summed again with the rest.
-            grad._local_tensor.div_(_ranks_of(use, param))  # type: ignore[attr-defined]
-        elif grad is not None and partial:
-            grad._local_tensor.div_(use.bucket.tp_size)  # type: ignore[attr-defined]
-        param.unsynced, param.unsynced_partial = True, partial
-    return kept
+    if not param.is_sharded and not value.requires_grad:
+        # It may be anybody's tensor, expanded or kept by whoever made it, and .grad is added to in place.
+        value = value.clone(memory_format=torch.contiguous_format)
+    if not _accumulates(landing_node):
+        return value
+    partial = use.partial.get(param.index, False)
+    wanted = use.root.unsynced.get(param.index)
+    if wanted is not None:
+        return _of_kind(use, param, value, partial, wanted=wanted)
+    grad = param.param.grad
+    if grad is not None and param.policy.reduction == "sum":
+        # A part that is already summed over the ranks would be summed again with the rest.
+        grad._local_tensor.div_(_ranks_of(use, param))  # type: ignore[attr-defined]
+    elif grad is not None and partial:
+        grad._local_tensor.div_(use.bucket.tp_size)  # type: ignore[attr-defined]
+    use.root.unsynced[param.index] = partial
+    return value
 
 
 def _take_unsynced(use: BucketUse, params: list[ParamState], local: dict[int, Tensor]) -> None:
     """Move what earlier backwards left unreduced in ``param.grad`` into this reduction."""
     for param in params:
-        param.unsynced = False
+        kind = use.root.unsynced.pop(param.index, None)
         grad = param.param.grad
-        if grad is None:
+        if kind is None or grad is None:
             continue
         pending: Tensor = grad._local_tensor  # type: ignore[attr-defined]
         param.param.grad = None
         fresh = local.get(param.index)
-        if fresh is None:
-            use.partial[param.index] = param.unsynced_partial
-            local[param.index] = pending
-        else:
-            fresh = _of_kind(use, param, fresh, use.partial.get(param.index, False), wanted=param.unsynced_partial)
-            use.partial[param.index] = param.unsynced_partial
-            local[param.index] = pending + fresh
+        if fresh is not None:
+            fresh = _of_kind(use, param, fresh, use.partial.get(param.index, False), wanted=kind)
+        use.partial[param.index] = kind
+        local[param.index] = pending if fresh is None else pending + fresh
 
 
 def _of_kind(use: BucketUse, param: ParamState, value: Tensor, partial: bool, *, wanted: bool) -> Tensor:
@@ -324,6 +366,10 @@ def _launch(use: BucketUse, local: dict[int, Tensor]) -> list[Flight]:
     flights = []
     for (partial, dtype), params in kinds.items():
         tensors = [local[param.index] for param in params]
+        places, offset = {}, 0
+        for param, tensor in zip(params, tensors, strict=True):
+            places[param.index] = offset, tensor.shape
+            offset += tensor.numel()
         group = use.bucket.tp_group if partial else use.bucket.group
         # A copy, whatever the count: autograd may share these tensors with others, and they are reduced in place.
         buffer = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
@@ -336,24 +382,19 @@ def _launch(use: BucketUse, local: dict[int, Tensor]) -> list[Flight]:
             handle = _collectives.all_reduce(buffer, group, op)
             if not params[0].policy.async_reduction:
                 handle.wait()
-        flight = Flight(handle, buffer, params, [tensor.shape for tensor in tensors])
+        flight = Flight(handle, buffer, params, places)
         flights.append(flight)
         use.root.reducing[flight] = params[0]
     return flights
 
 
-def _land(root: RootState, flights: Iterable[Flight]) -> dict[int, Tensor]:
-    reduced: dict[int, Tensor] = {}
-    for flight in flights:
-        root.reducing.pop(flight, None)
-        if flight.handle is not None:
-            # Closes the hazard of reading (and accumulating) a gradient that is still being reduced.
-            _runtime.wait_reduction(flight.handle, flight.params)
-        offset = 0
-        for param, shape in zip(flight.params, flight.shapes, strict=True):
-            reduced[param.index] = flight.buffer.narrow(0, offset, shape.numel()).view(shape)
-            offset += shape.numel()
-    return reduced
+def _land(root: RootState, flight: Flight, param: ParamState) -> Tensor:
+    """The reduced gradient of one parameter; the first to ask waits for all of them."""
+    if root.reducing.pop(flight, None) is not None and flight.handle is not None:
+        # Closes the hazard of reading (and accumulating) a gradient that is still being reduced.
+        _runtime.wait_reduction(flight.handle, flight.params)
+    offset, shape = flight.places[param.index]
+    return flight.buffer.narrow(0, offset, shape.numel()).view(shape)
 
 
 def _reduce_differentiably(use: BucketUse, local: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -371,11 +412,9 @@ def _reduce_differentiably(use: BucketUse, local: dict[int, Tensor]) -> dict[int
     return reduced
 
 
-def _queue_flush(use: BucketUse, launch_node: Any) -> None:
-    root, task = use.root, torch._C._current_graph_task_id()
-    if not root.is_last_backward or root.flush_task == task or not any(param.unsynced for param in root.params):
-        return
-    if any(_accumulates(launch_node, position) for position in range(len(use.members))):
+def _queue_flush(root: RootState) -> None:
+    task = torch._C._current_graph_task_id()
+    if root.is_last_backward and root.flush_task != task and root.unsynced:
         root.flush_task = task
         torch.autograd.Variable._execution_engine.queue_callback(lambda: flush_unsynced(root))  # type: ignore[attr-defined]
 
@@ -384,11 +423,12 @@ def flush_unsynced(root: RootState) -> None:
     """End of a synchronising backward: reduce gradients of earlier, unsynchronised ones that it did not reach."""
     for bucket in root.buckets:
         local: dict[int, Tensor] = {}
-        use = BucketUse(root, bucket, [param for param in bucket.params if param.unsynced])
+        use = BucketUse(root, bucket, [param for param in bucket.params if param.index in root.unsynced])
         _take_unsynced(use, use.members, local)
-        for index, shard in _land(root, _launch(use, local)).items():
-            param = root.params[index]
-            param.param.grad = as_gradient(param, shard)
+        for flight in _launch(use, local):
+            for index in flight.places:
+                param = root.params[index]
+                param.param.grad = as_gradient(param, _land(root, flight, param))
 
 
 # ---- buckets and groups

@@ -118,7 +118,7 @@ class ParamState:
     __slots__ = (
         "__weakref__", "bucket", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathered", "gathers", "group",
         "held", "index", "layout", "leaf", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy",
-        "reduce_label", "sendable", "steps", "unit", "unsynced", "unsynced_partial", "use", "visited",
+        "reduce_label", "sendable", "steps", "unit", "use", "visited",
     )  # fmt: skip
 
     def __init__(self, fqn: str, param: nn.Parameter, layout: WeightLayout, policy: GTPPolicy):
@@ -142,8 +142,6 @@ class ParamState:
         self.sendable: Tensor | None = None  # the local shard that was last found fit to be sent as it is
         self.use: Use | None = None  # open in some frame of the forward that is running
         self.pending_use: Use | None = None  # prepared one weight ahead
-        self.unsynced = False  # ``param.grad`` holds a part that the replicate axes have not reduced
-        self.unsynced_partial = False  # ... and that is a partial sum over tp
         self.steps = 0  # optimizer steps seen
         self.full_bytes = 0
         if layout.shard_dim is not None:
@@ -280,7 +278,7 @@ class Session:
 
     def __init__(self, chains: Chains[int], direction: Direction):
         self.walk: Pass[int] = Pass(chains, direction)
-        self.bucket_uses: dict[tuple[int, int], BucketUse] = {}
+        self.bucket_uses: dict[int, BucketUse] = {}
         self.pending: list[ParamState] = []  # with a use prepared ahead
 
     def close(self) -> None:
@@ -339,6 +337,7 @@ class RootState:
         self.hooks: SavedTensorHooks | None = None
         self.wrap_reader: Callable[[nn.Module], None] = _not_installed
         self.token_grads: dict[torch.device, Tensor] = {}
+        self.anchors: dict[torch.device, Tensor] = {}
         # the forward that is running
         self.frames: list[Frame] = []
         self.session: Session | None = None
@@ -357,6 +356,8 @@ class RootState:
         self.is_last_backward = True
         # made at the first forward
         self.buckets: list[Bucket] = []
+        # parameters whose .grad holds a part that the replicate axes have not reduced, and whether it is partial over tp
+        self.unsynced: dict[int, bool] = {}
         self.flush_task = -1  # the graph task at whose end unsynchronised gradients are reduced
 
     def add(self, params: Iterable[ParamState]) -> None:
@@ -373,6 +374,13 @@ class RootState:
         if token is None:
             token = self.token_grads[device] = torch.empty(0, device=device)
         return token
+
+    def anchor(self, device: torch.device) -> Tensor:
+        """A leaf for nodes that the engine is to run and that hand on no gradient."""
+        anchor = self.anchors.get(device)
+        if anchor is None:
+            anchor = self.anchors[device] = torch.empty(0, device=device, requires_grad=True)
+        return anchor
 
 
 def _not_installed(*_: Any) -> Any:

@@ -19,6 +19,7 @@ from tests.dist.twin import (
     assert_grads,
     check_twin,
     events,
+    hybrid_mesh,
     on_ranks,
     plain_grads,
     randn,
@@ -122,7 +123,7 @@ def empty_tokens(rank, world, mesh):
         for node in graph_nodes(loss)
         if node.name().startswith("Land")
     }
-    buckets = {"LandBucketBackward": {(0,)}}  # biases; with a replicate axis, weights as well
+    buckets = {"LandParameterBackward": {(0,)}}  # biases; with a replicate axis, weights as well
     assert shapes == {"LandGradientBackward": {(0,)}, **buckets}
     loss.backward()
 
@@ -212,7 +213,7 @@ def record_hooks(model, log):
         module.register_full_backward_hook(lambda module, grads, out, name=name: log.append(("module after", name)))
 
 
-@pytest.mark.parametrize("when", ["before sharding", "before forward"])
+@pytest.mark.parametrize("when", ["before sharding", "before forward", "before backward"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_hook_fires_once_and_those_of_unused_parameters_never(mesh, when, run2, run4):
     (run4 if mesh == "dp" else run2)(hooks_fire_once, mesh, when)
@@ -235,7 +236,11 @@ def hooks_fire_once(rank, world, mesh, when):
         if when == "before forward":
             record_hooks(model, logs[-1])
         for go_left in (True, False, False):
-            model(randn(4, 10, seed=rank), go_left).sum().backward()
+            loss = model(randn(4, 10, seed=rank), go_left).sum()
+            if when == "before backward":
+                for name, param in model.named_parameters():
+                    param.register_hook(lambda grad, name=name, log=logs[-1]: log.append((grad.shape, name)))
+            loss.backward()
     plain, ours = ([entry for entry in log if isinstance(entry, tuple)] for log in logs)
     assert len(plain) > 50
     assert sorted(ours) == sorted(plain)
@@ -282,6 +287,44 @@ def test_hooks_registered_between_forward_and_backward_fire(rank, world):
         assert sorted(fired) == sorted((name, True) for name, _ in model.named_parameters())
         for handle in handles:
             handle.remove()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_hook_on_one_rank_changes_no_collective(mesh, run2, run4):
+    """Trackers watch gradients on rank 0 alone: what is reduced together may not depend on it."""
+    results = (run4 if mesh == "dp" else run2)(hook_on_one_rank, mesh)
+    half = len(results) // 2  # the ranks of one dp group; along gtp_remat the uneven rows differ
+    assert results[:half] == results[half:]
+
+
+def hook_on_one_rank(rank, world, mesh):
+    model, seen = shard(CASES["conditional"].build(), MESHES[mesh]()), []
+    if rank == 0:
+        for param in model.parameters():
+            param.register_hook(lambda grad: seen.append(grad.shape))
+            param.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+    with current_double().section() as calls:
+        model(randn(4, 10, seed=rank), True).sum().backward()
+    assert len(seen) == (16 if rank == 0 else 0)  # two hooks on the parameters of the stem, the left branch, the head
+    return [(call.op, call.shape) for call in calls]
+
+
+@pytest.mark.parametrize("how", ["grad", "inputs"])
+@on_ranks(4)
+def test_a_backward_of_selected_parameters_reduces_them_together(rank, world, how):
+    """The engine does not need the launch node there."""
+    model = shard(CASES["mlp"].build(), hybrid_mesh())
+    loss = CASES["mlp"].loss(model, CASES["mlp"].batch(2 * rank))
+    params = dict(model.named_parameters())
+    with current_double().section() as calls:
+        if how == "grad":
+            grads = torch.autograd.grad(loss, list(params.values()))
+            for param, grad in zip(params.values(), grads, strict=True):
+                param.grad = grad
+        else:
+            loss.backward(inputs=list(params.values()))
+    assert_grads(model, plain_grads(CASES["mlp"].build, run_mlp, world), REORDERED)
+    assert count(calls)["all_reduce"] == 2  # weights over dp, biases over dp and gtp_remat
 
 
 @on_ranks(2)

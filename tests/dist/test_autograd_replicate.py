@@ -228,7 +228,7 @@ def used_only_unsynchronised(rank, world, mesh, nbytes, reduction):
         run(model, rank)
     # 7 biases, and with a replicate axis 7 weights: what the last backward reaches, and then the others.
     kinds = 2 if mesh == "dp" else 1
-    assert count(calls)["all_reduce"] == (7 * kinds if nbytes == ONE_PER_BUCKET else kinds)
+    assert count(calls)["all_reduce"] == (7 * kinds if nbytes == ONE_PER_BUCKET else 2 * kinds)
 
 
 @on_ranks(2)
