@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.comm_double import Collective, CommDouble
+from tests.dist.twin import use_the_general_path
 from tests.harness import cached_mesh, current_double, run_ranks, state_leaks
 from tests.models import CASES, Case
 from tests.module_trees import Tree, tree_case
@@ -53,6 +54,7 @@ class Setup:
         interlude: What happens before each step; one of `INTERLUDES`.
         policy: Further fields of `GTPPolicy`, as pairs.
         plan: Which parameters are sharded, and how; one of `PLANS`.
+        one_node: Plain Linears compute in one autograd node; `False`: on the path of all other modules.
     """
 
     model: str | Tree
@@ -67,6 +69,7 @@ class Setup:
     steps: int = 3
     policy: tuple[tuple[str, Any], ...] = ()
     plan: str = "by size"
+    one_node: bool = True
 
     @property
     def case(self) -> Case:
@@ -124,7 +127,10 @@ def make_sharded(setup: Setup, mesh: DeviceMesh) -> nn.Module:
         "along dim 1": lambda fqn, param: WeightPlan(shard_dim=1) if param.ndim > 1 else None,
         "every dim 0": lambda fqn, param: WeightPlan(shard_dim=0) if param.ndim > 0 else None,
     }
-    return gtp_shard(model, mesh, policy=GTPPolicy(**options), plan=plans[setup.plan])
+    model = gtp_shard(model, mesh, policy=GTPPolicy(**options), plan=plans[setup.plan])
+    if not setup.one_node:
+        use_the_general_path(model)
+    return model
 
 
 def data_coordinate(mesh: DeviceMesh) -> int:

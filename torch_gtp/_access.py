@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from . import _hooks
+from . import _hooks, _linear
 from ._policy import cast_floats
 from ._state import ModuleState, RootState
 
@@ -122,6 +122,8 @@ def wrapped_class(base: type[nn.Module], names: tuple[str, ...], mixin: type | N
         raise TypeError(f"{base.__name__}: {_COPY_ADVICE}")
 
     members: dict[str, Any] = {name: ParameterView(name) for name in names}
+    if _linear.applies_to(base):
+        members["forward"] = _linear.forward
     if issubclass(base, nn.RNNBase):
         members["_flat_weights"] = _FlatWeights()
     members.update(

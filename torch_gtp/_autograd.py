@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from . import _collectives, _runtime
 from ._dtensor_layout import WeightLayout, make_dtensor
-from ._state import ParamState, Use, version_of
+from ._state import ParamState, Use
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -73,16 +73,14 @@ class UseWeight(Function):
         use: Use = ctx.use
         param = use.param
         _runtime.release_backward(use.root, param)
-        if grad is None:
-            use.landings.append(None)
-        else:
+        if grad is not None:
             local, partial = local_gradient(grad, param.layout.tp_spec)
             if use.bucket_use is not None:
                 local = use.bucket_use.settle_partial(param, local, partial)
             if torch.is_grad_enabled() and local.requires_grad:
-                use.landings.append(reduce_scatter_differentiably(local, param))
+                use.launched().append(reduce_scatter_differentiably(local, param))
             else:
-                _runtime.issue_reduce(use, local)
+                _runtime.issue_reduce(use, param.layout.chunks_from_full(local, param.reduce_dtype))
         return use.root.token_grad(param.shard().device), None, None
 
 
@@ -207,14 +205,12 @@ def reduce_scatter_differentiably(grad: Tensor, param: ParamState) -> Tensor:
 class PackedWeight:
     """A saved tensor that is a view of a gathered weight: enough to take the same view of the next gather."""
 
-    __slots__ = ("node", "offset", "param", "root", "size", "spec", "steps", "stored", "stride", "version")
+    __slots__ = ("node", "offset", "param", "root", "size", "spec", "stored", "stride", "value")
 
     def __init__(self, use: Use, local: Tensor, spec: DTensorSpec | None):
         self.root, self.param, self.node = use.root, use.param, use.node
         self.size, self.stride, self.offset, self.spec = local.size(), local.stride(), local.storage_offset(), spec
-        self.stored, self.steps = use.stored, use.param.steps
-        # An outer wrapper that swaps parameters rewrites their storage on its own account.
-        self.version = version_of(use.stored) if use.param.unit is None else None
+        self.stored, self.value = use.stored, use.param.value_of(use.stored)
 
 
 class PackedElsewhere:

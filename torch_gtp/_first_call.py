@@ -35,7 +35,19 @@ def _find_units(root: RootState, top: nn.Module | None) -> None:
             state.parent = weakref.ref(parent) if parent is not None else None
             for param in state.entries.values():
                 param.unit = unit
+                param.is_plain_matrix = unit is None and _is_plain_matrix(param)
         to_visit.extend((child, unit, module) for child in module.children())
+
+
+def _is_plain_matrix(param: ParamState) -> bool:
+    layout = param.layout
+    return (
+        layout.shard_dim == 0
+        and len(layout.shape) == 2
+        and layout.tp_spec is None
+        and not param.partial_over_tp
+        and param.wire_dtype.is_floating_point
+    )
 
 
 def block_bytes(root: RootState, top: nn.Module | None) -> int:

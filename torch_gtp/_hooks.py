@@ -27,7 +27,7 @@ from ._chain import Direction
 from ._dtensor_layout import make_dtensor
 from ._first_call import initialize
 from ._replicate import open_bucket, replicated_use, replicated_value, tensor_parallel_spec
-from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use, version_of
+from ._state import BackwardPass, Frame, GatherState, ModuleState, ParamState, RootState, Session, Use
 
 _SELECTIVE_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
@@ -178,9 +178,9 @@ def _use(root: RootState, param: ParamState, frame: Frame, reader: ModuleState, 
                 _learn_reader(frame, reader)
             if transformed:
                 with temporarily_clear_interpreter_stack():  # collectives take plain tensors only
-                    use = _turn(root, param, frame, attach=False)
+                    use = take_turn(root, param, frame, attach=False)
             else:
-                use = _turn(root, param, frame, attach=attach)
+                use = take_turn(root, param, frame, attach=attach)
         if attach and use.attached is None:
             use.attached = _attach(root, use)
         if attach:
@@ -196,8 +196,8 @@ def _use(root: RootState, param: ParamState, frame: Frame, reader: ModuleState, 
     return value
 
 
-def _turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> Use:
-    """One weight's turn in a forward."""
+def take_turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool) -> Use:
+    """One weight's turn in a forward. With ``attach`` its use has a token for the younger node to hang on."""
     session = root.session
     assert session is not None and param.gathers is not None
     walk, direction = session.walk, session.walk.direction
@@ -322,27 +322,56 @@ def _learn_reader(frame: Frame, reader: ModuleState) -> None:
 def rematerialize(packed: PackedWeight) -> Tensor:
     """A saved view of a weight is needed again: bring the weight back, and the next ones of this backward."""
     root, param = packed.root, packed.param
-    _check_unchanged(packed)
+    _check_unchanged(param, packed.stored, packed.value)
     running = _backward_pass(root)
     if running is None:
         return _gather_once(root, param, packed.stored)
-    passing = running.passing
-    if passing is not None and passing is not param:
-        # Nothing of it will land (frozen, or its gradient is not asked for), so nothing else would end its stay.
-        _drop_cached(running, passing)
-        running.passing = None
+    _end_passing(running, param)
     cached = running.cached.get(param.index)
     if cached is not None and cached[0] is packed.stored:
         full = cached[1]
     else:
-        full = _backward_turn(root, running, param, packed.stored)
+        full = _arrive(root, running, param, packed.stored, _foresee(root, running, param, packed.stored))
     if packed.node is None or not torch._C._will_engine_execute_node(packed.node):
         running.passing = param
     return full
 
 
-def _backward_turn(root: RootState, running: BackwardPass, param: ParamState, stored: Tensor) -> Tensor:
-    """One weight's turn in a backward. ``stored`` is what its forward used."""
+def begin_backward_turn(
+    root: RootState, param: ParamState, stored: Tensor, value: object
+) -> tuple[BackwardPass, Tensor | None]:
+    """One weight's turn in the backward of a node of ours: gathers are issued, nothing is waited for.
+
+    ``stored`` is what its forward used, ``value`` what ``ParamState.value_of`` said of it then.
+    """
+    _check_unchanged(param, stored, value)
+    running = _backward_pass(root)
+    assert running is not None, "a node's backward runs in a graph task"
+    _end_passing(running, param)
+    cached = running.cached.get(param.index)
+    if cached is not None and cached[0] is stored:
+        return running, cached[1]
+    return running, _foresee(root, running, param, stored)
+
+
+def end_backward_turn(
+    root: RootState, param: ParamState, stored: Tensor, begun: tuple[BackwardPass, Tensor | None]
+) -> Tensor:
+    """Wait for the weight. ``_runtime.release_backward`` lets it go."""
+    running, full = begun
+    return _arrive(root, running, param, stored, full)
+
+
+def _end_passing(running: BackwardPass, param: ParamState) -> None:
+    passing = running.passing
+    if passing is not None and passing is not param:
+        # Nothing of it will land (frozen, or its gradient is not asked for), so nothing else would end its stay.
+        _drop_cached(running, passing)
+        running.passing = None
+
+
+def _foresee(root: RootState, running: BackwardPass, param: ParamState, stored: Tensor) -> Tensor | None:
+    """Issue the gathers of one weight's turn in a backward. Returns the weight where it was kept."""
     assert param.gathers is not None
     walk, gather = running.walk, param.gathers[Direction.BACKWARD]
     walk.advance(param.index)
@@ -357,7 +386,14 @@ def _backward_turn(root: RootState, running: BackwardPass, param: ParamState, st
     walk.arrived(param.index)
     if root.prefetch:
         walk.issue_ahead(root.lookahead, root.full_bytes.__getitem__, root.prefetchers[Direction.BACKWARD])
+    return full
+
+
+def _arrive(root: RootState, running: BackwardPass, param: ParamState, stored: Tensor, full: Tensor | None) -> Tensor:
+    """Wait for the gather of one weight's turn in a backward."""
     if full is None:
+        assert param.gathers is not None
+        gather = param.gathers[Direction.BACKWARD]
         if gather.state is GatherState.GATHERING:
             full = _runtime.wait_gather(root, param, Direction.BACKWARD)
         else:  # an enclosing backward holds it
@@ -428,9 +464,8 @@ def _gather_once(root: RootState, param: ParamState, stored: Tensor) -> Tensor:
     return full
 
 
-def _check_unchanged(packed: PackedWeight) -> None:
-    param = packed.param
-    if packed.steps != param.steps or (packed.version is not None and packed.version != version_of(packed.stored)):
+def _check_unchanged(param: ParamState, stored: Tensor, value: object) -> None:
+    if value != param.value_of(stored):
         raise RuntimeError(
             f"{param.fqn}: the weight was modified (by an optimizer step or in place) between the forward and this "
             "backward, which needs the value that the forward used"

@@ -35,6 +35,9 @@ class GTPPolicy:
         reduction: ``"mean"`` averages a gradient over every rank that computed it on other data (what
             DDP does); ``"sum"`` adds (for losses summed over tokens and divided by a global count).
         async_reduction: ``False`` waits for each gradient reduction where it starts (for debugging).
+        wgrad_first: in the backward of a plain ``nn.Linear``, compute and reduce the weight's gradient before the
+            input's. The weight is then gathered, and its gradient reduced, behind the layer's own GEMMs; whoever waits
+            for the input's gradient waits longer.
         min_shard_numel: parameters with fewer elements stay replicated. ``None``: a sixteenth of the
             largest parameter, at most 65536.
         reshard_after_forward: ``False`` keeps weights gathered from forward to backward.
@@ -54,6 +57,7 @@ class GTPPolicy:
     lookahead_bytes: int | None = None
     reduction: Literal["mean", "sum"] = "mean"
     async_reduction: bool = True
+    wgrad_first: bool = False
     min_shard_numel: int | None = None
     reshard_after_forward: bool = True
     check: bool = False
@@ -63,7 +67,7 @@ class GTPPolicy:
             raise TypeError(
                 f"GTPPolicy(mp=...): expected torch.distributed.fsdp.MixedPrecisionPolicy, got {type(self.mp).__name__}"
             )
-        for name in ("prefetch", "async_reduction", "reshard_after_forward", "check"):
+        for name in ("prefetch", "async_reduction", "wgrad_first", "reshard_after_forward", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"GTPPolicy({name}=...): expected a bool, got {getattr(self, name)!r}")
         for name in ("lookahead_bytes", "min_shard_numel"):

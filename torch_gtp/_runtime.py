@@ -143,19 +143,17 @@ def drop_all_held(root: RootState, *, explicit: bool) -> None:
             drop_held(root, param)
 
 
-def issue_reduce(use: Use, grad: Tensor) -> None:
-    """Start reduce-scattering a full weight gradient. The caller's tensor is never written."""
+def issue_reduce(use: Use, chunks: Tensor) -> None:
+    """Start reduce-scattering a full weight gradient, laid out by ``chunks_from_full``. It is only read."""
     param = use.param
-    layout = param.layout
     assert param.group is not None
     if use.root.check:
         compare_ranks(param, _REDUCE_CODE)
-    source = layout.chunks_from_full(grad, param.reduce_dtype)
-    out = source.new_empty(layout.chunk_shape)
+    out = chunks.new_empty(param.layout.chunk_shape)
     with param.reduce_label:
-        handle = _collectives.reduce_scatter(out, source, param.group, param.policy.reduce_op)
-    landing = Landing(handle, out, source)
-    use.landings.append(landing)
+        handle = _collectives.reduce_scatter(out, chunks, param.group, param.policy.reduce_op)
+    landing = Landing(handle, out, chunks)
+    use.launched().append(landing)
     use.root.reducing[landing] = param
     if not param.policy.async_reduction:
         _wait(handle, param, _CODE_NAMES[_REDUCE_CODE])
@@ -163,15 +161,20 @@ def issue_reduce(use: Use, grad: Tensor) -> None:
 
 def land_gradient(use: Use) -> Tensor | None:
     """The shard's reduced gradient: LAUNCHED -> LANDED. ``None`` if the use received no gradient."""
-    landing = use.landings.pop() if use.landings else None
-    if landing is None or isinstance(landing, Tensor):
-        return landing
-    # Closes two hazards: reading the output before it is written, and freeing the input while it is read.
-    _wait(landing.handle, use.param, _CODE_NAMES[_REDUCE_CODE])
-    landing.move_to_landed(use.param.fqn)
-    use.root.reducing.pop(landing, None)
-    landing.source = landing.handle = None
-    return use.param.layout.shard_from_chunk(landing.out)
+    total: Tensor | None = None
+    for landing in use.landings.pop(torch._C._current_graph_task_id(), ()):
+        if isinstance(landing, Tensor):
+            shard = landing
+        else:
+            # Closes two hazards: reading the output before it is written, and freeing the input while it is read.
+            _wait(landing.handle, use.param, _CODE_NAMES[_REDUCE_CODE])
+            landing.move_to_landed(use.param.fqn)
+            use.root.reducing.pop(landing, None)
+            landing.source = landing.handle = None
+            shard = use.param.layout.shard_from_chunk(landing.out)
+        # One, but for a second derivative: there a weight's gradient comes from its use and from its use's backward.
+        total = shard if total is None else total + shard
+    return total
 
 
 def wait_reduction(handle: _collectives.Handle, params: list[ParamState]) -> None:

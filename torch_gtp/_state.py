@@ -117,8 +117,8 @@ class ParamState:
 
     __slots__ = (
         "__weakref__", "bucket", "compute_dtype", "fqn", "full_bytes", "gather_label", "gathered", "gathers", "group",
-        "held", "index", "layout", "leaf", "origin", "owners", "param", "partial_over_tp", "pending_use", "policy",
-        "reduce_label", "sendable", "steps", "unit", "use", "visited",
+        "held", "index", "is_plain_matrix", "layout", "leaf", "origin", "owners", "param", "partial_over_tp",
+        "pending_use", "policy", "reduce_label", "sendable", "steps", "unit", "use", "visited",
     )  # fmt: skip
 
     def __init__(self, fqn: str, param: nn.Parameter, layout: WeightLayout, policy: GTPPolicy):
@@ -143,6 +143,8 @@ class ParamState:
         self.use: Use | None = None  # open in some frame of the forward that is running
         self.pending_use: Use | None = None  # prepared one weight ahead
         self.steps = 0  # optimizer steps seen
+        # Whether a plain nn.Linear may use it without asking further: see _linear.
+        self.is_plain_matrix = False
         self.full_bytes = 0
         if layout.shard_dim is not None:
             self.group = layout.mesh.get_group("gtp_remat")
@@ -204,6 +206,11 @@ class ParamState:
         """The local shard, outside autograd."""
         return local_shard(self.param)
 
+    def value_of(self, stored: Tensor) -> tuple[int, tuple[int, int] | None]:
+        """Changes when the shard of ``stored`` is rewritten: a forward's value, for its backward to compare."""
+        # An outer wrapper that swaps parameters rewrites their storage on its own account.
+        return self.steps, version_of(stored) if self.unit is None else None
+
     def drop_pending(self) -> None:
         """Forget a use that was prepared ahead and never came. Its token's node refers back to it."""
         if self.pending_use is not None:
@@ -226,8 +233,8 @@ class Use:
     """One materialization of a weight, from its gather to the landing of its gradient.
 
     The forward's frame holds ``full`` and ``attached`` and lets go of them when it closes; the two autograd nodes
-    keep the rest. ``landings`` links the node that launches a reduction to the one that lands it: per use, so that a
-    failed backward cannot leave a stale entry for the next.
+    keep the rest. ``landings`` links the nodes that launch reductions to the one that lands them: per use and graph
+    task, so that a failed backward cannot leave a stale entry for the next.
     """
 
     __slots__ = (
@@ -257,7 +264,11 @@ class Use:
         self.bucket_use: BucketUse | None = None
         self.node: Any = None
         self.packed = False
-        self.landings: list[Landing | Tensor | None] = []
+        self.landings: dict[int, list[Landing | Tensor]] = {}  # by graph task; a tensor is reduced already
+
+    def launched(self) -> list[Landing | Tensor]:
+        """What this backward launched for this use and did not land yet."""
+        return self.landings.setdefault(torch._C._current_graph_task_id(), [])
 
 
 class Frame:

@@ -26,6 +26,7 @@ from tests.dist.twin import (
     seeded,
     shard,
     training_run,
+    use_the_general_path,
 )
 from tests.harness import count, current_double
 from tests.models import CASES, MLP
@@ -81,14 +82,16 @@ def test_the_next_weight_is_gathered_before_this_one_is_waited_for(rank, world):
     ]
 
 
+@pytest.mark.parametrize("one_node", [False, True])
 @on_ranks(2)
-def test_the_engine_finds_one_older_node_per_use_in_the_graph(rank, world):
+def test_the_engine_finds_one_older_node_per_use_in_the_graph(rank, world, one_node):
     """The older node is made a weight earlier, and the parameter's own `AccumulateGrad` follows it."""
     model = shard(MLP(8, 8, 8, bias=False))
+    if not one_node:
+        use_the_general_path(model)
     model(randn(4, 8)).sum().backward()
     loss = model(randn(4, 8)).sum()
-    nodes = [node for node in graph_nodes(loss) if node.name().startswith(("UseWeight", "LandGradient"))]
-    uses = [node for node in nodes if node.name().startswith("UseWeight")]
+    uses = [node for node in graph_nodes(loss) if node.name().startswith(("UseWeight", "GTPLinear"))]
     landings = [use.next_functions[0][0] for use in uses]
     assert len(uses) == 2
     assert [node.name() for node in landings] == ["LandGradientBackward"] * 2

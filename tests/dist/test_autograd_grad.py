@@ -295,7 +295,7 @@ def test_a_third_derivative_equals_the_plain_model(rank, world):
         (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
         second.square().sum().backward()
 
-    check_twin(rank, world, CASES["mlp"].build, run)
+    check_twin(rank, world, CASES["mlp"].build, run, rtol=REORDERED)  # see the bfloat16 test
 
 
 @on_ranks(2)
@@ -314,8 +314,9 @@ def test_a_penalty_with_a_bfloat16_model_equals_the_model_that_computes_in_bfloa
         parts.append({name: p.grad.float() for name, p in plain.named_parameters() if p.grad is not None})
     model = shard(CASES["mlp"].build(), mp=mp)
     run(model, randn(4, 6, seed=rank).bfloat16())
-    # The plain model's gradients are rounded to bfloat16 at the end of each backward; so are the sharded one's.
-    assert_grads(model, reduce_parts(parts))
+    # A weight's gradient is the sum of what comes from its use and from the backward of its use. The plain model rounds
+    # the sum to bfloat16; a sharded Linear reduces both on their own and adds in fp32.
+    assert_grads(model, reduce_parts(parts), rtol=2**-8)
 
 
 # ---- function transforms

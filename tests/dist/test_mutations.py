@@ -89,7 +89,7 @@ def land_before_launch():
 def reduce_input_reused():
     def issue_reduce(original, use, grad):
         original(use, grad)
-        use.landings[-1].source.zero_()
+        use.launched()[-1].source.zero_()
 
     return patched(library("_runtime"), "issue_reduce", issue_reduce)
 
@@ -116,28 +116,15 @@ def bucket_reused():
 
 
 def late_packing():
-    """The cast, or the copy into padded chunks, reaches the collective's input after it was issued."""
-    layouts, collectives = library("_dtensor_layout"), library("_collectives")
-    late: list[tuple[torch.Tensor, torch.Tensor]] = []
+    """The GEMM, the cast, or the copy into padded chunks writes the collective's input after it was issued."""
 
-    def chunks_from_full(original, layout, full, dtype):
-        chunks = original(layout, full, dtype)
-        if chunks.data_ptr() == full.data_ptr():
-            return chunks
-        late.append((chunks, chunks.clone()))
-        return chunks.zero_()
+    def issue_reduce(original, use, chunks):
+        value = chunks.clone()
+        chunks.zero_()
+        original(use, chunks)
+        chunks.copy_(value)
 
-    def reduce_scatter(original, output, source, group, op):
-        handle = original(output, source, group, op)
-        while late:
-            target, value = late.pop()
-            target.copy_(value)
-        return handle
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(patched_method(layouts.WeightLayout, "chunks_from_full", chunks_from_full))
-    stack.enter_context(patched(collectives, "reduce_scatter", reduce_scatter))
-    return stack
+    return patched(library("_runtime"), "issue_reduce", issue_reduce)
 
 
 def late_cast():

@@ -33,6 +33,12 @@ def test_training_equals_the_plain_model(model, mesh):
     check_parity(Setup(model, mesh), RTOL)
 
 
+@pytest.mark.parametrize("mesh", ["gtp2", "gtp4", "dp2-gtp2"])
+@pytest.mark.parametrize("model", ["mlp", "attention_lm", "tied_lm", "conditional"])
+def test_training_without_the_node_of_linears_equals_the_plain_model(model, mesh):
+    check_parity(Setup(model, mesh, one_node=False), RTOL)
+
+
 @pytest.mark.parametrize("mesh", ["tp2-gtp2", "gtp2-tp2"])
 @pytest.mark.parametrize("model", TP_MODELS)
 def test_training_on_top_of_tensor_parallelism_equals_the_plain_model(model, mesh):
@@ -93,6 +99,7 @@ def test_a_hugging_face_model_equals_the_plain_model(model, mesh):
         {"lookahead_bytes": 0},
         {"lookahead_bytes": 1 << 30},
         {"async_reduction": False},
+        {"wgrad_first": True},
         {"reshard_after_forward": False},
         {"min_shard_numel": 200},
         {"check": True},
@@ -103,11 +110,12 @@ def test_every_option_equals_the_plain_model(policy):
     check_parity(Setup("attention_lm", "dp2-gtp2", microbatches=2, policy=tuple(policy.items())), RTOL)
 
 
+@pytest.mark.parametrize("one_node", [False, True])
 @pytest.mark.parametrize("mesh", ["gtp2", "gtp4", "dp2-gtp2"])
 @pytest.mark.parametrize("model", ["mlp", "attention_lm", "shared_block"])
-def test_equal_data_on_all_ranks_gives_the_bits_of_the_plain_model(model, mesh):
+def test_equal_data_on_all_ranks_gives_the_bits_of_the_plain_model(model, mesh, one_node):
     """A power of two of equal gradients has an exact mean, in whatever order it is summed."""
-    setup = Setup(model, mesh, same_data=True)
+    setup = Setup(model, mesh, same_data=True, one_node=one_node)
     check_parity(setup, 0.0)
 
 
@@ -219,6 +227,7 @@ def setups(draw):
         "prefetch": draw(st.booleans()),
         "lookahead_bytes": draw(st.sampled_from([None, 0, 300, 1 << 20])),
         "async_reduction": draw(st.booleans()),
+        "wgrad_first": draw(st.booleans()),
         "reshard_after_forward": draw(st.booleans()),
         "min_shard_numel": draw(st.sampled_from([1, 1, 20])),
     }
@@ -233,6 +242,7 @@ def setups(draw):
         together=draw(st.booleans()),
         policy=tuple(policy.items()),
         plan=draw(st.sampled_from(PLANS)),
+        one_node=draw(st.booleans()),
     )
 
 

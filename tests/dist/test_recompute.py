@@ -407,7 +407,9 @@ def test_autograd_grad_and_a_double_backward_pass_through_recomputed_blocks(rank
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.square().mean().backward()
 
-    check_twin(rank, world, seeded(lambda: Stack(non_reentrant, plainly, non_reentrant)), penalise)
+    # A weight's gradient has two parts here, which are reduced on their own.
+    build = seeded(lambda: Stack(non_reentrant, plainly, non_reentrant))
+    check_twin(rank, world, build, penalise, rtol=REORDERED)
 
 
 class PenaltyInForward(nn.Module):

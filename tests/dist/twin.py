@@ -84,6 +84,16 @@ def training_run(name: str) -> Run:
     return run
 
 
+def use_the_general_path(model: nn.Module) -> None:
+    """Let plain Linears compute as every other module does, instead of in one autograd node (`_linear.py`)."""
+    from torch_gtp import _first_call
+
+    root = model._gtp.root  # type: ignore[union-attr]
+    _first_call.initialize(root)  # type: ignore[arg-type]
+    for param in root.params:  # type: ignore[union-attr]
+        param.is_plain_matrix = False
+
+
 # ---- comparing
 
 

@@ -169,7 +169,7 @@ class VerbMachine(RuleBasedStateMachine):
         param = self.root.params[index]
         use = Use(self.root, param)
         grad = torch.ones(param.layout.tp_shape)
-        _runtime.issue_reduce(use, grad)
+        _runtime.issue_reduce(use, param.layout.chunks_from_full(grad, grad.dtype))
         assert torch.equal(grad, torch.ones_like(grad))
         self.uses.append((use, index))
 
@@ -223,7 +223,7 @@ class VerbMachine(RuleBasedStateMachine):
     def live_buffers_never_alias(self):
         buffers = [g.buffer for param in self.root.params for g in param.gathers if g.buffer is not None]
         buffers += [param.held.buffer for param in self.root.params if param.held is not None]
-        buffers += [use.landings[0].out for use, _ in self.uses]
+        buffers += [use.launched()[0].out for use, _ in self.uses]
         addresses = [buffer.untyped_storage().data_ptr() for buffer in buffers]
         assert len(set(addresses)) == len(addresses)
 
@@ -305,8 +305,8 @@ def test_a_gather_that_could_not_be_issued_leaves_nothing_behind(world, monkeypa
 def test_the_input_of_a_reduction_lives_until_it_has_landed(world):
     _, root = two_weights()
     use = Use(root, root.params[1])
-    _runtime.issue_reduce(use, torch.ones(5, 6))
-    source = weakref.ref(use.landings[0].source)
+    _runtime.issue_reduce(use, torch.ones(6, 6))  # 5 rows and one of padding
+    source = weakref.ref(use.launched()[0].source)
     assert source() is not None
     _runtime.land_gradient(use)
     assert source() is None
@@ -315,7 +315,7 @@ def test_the_input_of_a_reduction_lives_until_it_has_landed(world):
 def test_synchronous_reductions_are_waited_for_where_they_start(world):
     _, root = two_weights(async_reduction=False)
     use = Use(root, root.params[1])
-    _runtime.issue_reduce(use, torch.ones(5, 6))
+    _runtime.issue_reduce(use, torch.ones(6, 6))  # 5 rows and one of padding
     assert world.outstanding() == []
     assert _runtime.land_gradient(use).shape == (3, 6)
 
