@@ -9,15 +9,15 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import torch_gtp._replicate
 from tests.dist.lockstep import Lockstep, adamw
-from tests.dist.twin import gather_mesh, hybrid_mesh, randn, seeded, shard
+from tests.dist.twin import REORDERED, gather_mesh, hybrid_mesh, plain_grads, randn, seeded, shard
 from tests.harness import cached_mesh
 from tests.models import MLP, Conditional
-from tests.reference import gather_full_dict
+from tests.reference import assert_matches, gather_full_dict
 
 
 def mlp_loss(model, coordinate, micro):
@@ -50,6 +50,26 @@ def training_same_shapes(rank, world):
 
 def training_hybrid(rank, world):
     train(even, rank, world, mesh=hybrid_mesh())
+
+
+def training_in_units_that_stay_open(rank, world):
+    """The next unit's shards are there when this unit's last weight has its turn, so nothing else stops a deferral."""
+    build = seeded(lambda: nn.Sequential(*(MLP(6, 6, 6, bias=False) for _ in range(3))))
+
+    def run(model, coordinate):
+        model(randn(4, 6, seed=coordinate)).square().mean().backward()
+
+    mesh = hybrid_mesh()
+    model = shard(build(), mesh["gtp_remat"])
+    for block in model:
+        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False).set_reshard_after_backward(False)
+    for _ in range(2):  # the second time in a recorded order
+        run(model, rank)
+    for block in model:
+        FSDPModule.reshard(block)  # FSDP2 keeps gradients with the sharded parameters
+    grads = gather_full_dict({name: p.grad for name, p in model.named_parameters()})
+    expected = plain_grads(build, run, world)
+    assert_matches(grads, {name: 2 * grad for name, grad in expected.items()}, REORDERED, "gradients")
 
 
 def training_synchronous(rank, world):

@@ -233,6 +233,22 @@ def directions_share_a_gather():
     return patched_method(state.ParamState, "rename", rename)
 
 
+def deferred_across_units():
+    """A landing is made ahead for the next weight whatever outer FSDP unit it belongs to."""
+
+    def prepare(original, root, session, param):
+        units = [other.unit for other in root.params]
+        for other in root.params:
+            other.unit = None
+        try:
+            original(root, session, param)
+        finally:
+            for other, unit in zip(root.params, units, strict=True):
+                other.unit = unit
+
+    return patched(library("_hooks"), "_prepare_landings", prepare)
+
+
 # ---- the table
 
 NEVER_WAITED = r"dropped without wait|never waited for"
@@ -257,6 +273,9 @@ EDGES = {
     "a backward reads a weight after its gather": Edge(wait_backward, needs.training, NEVER_WAITED),
     "a recomputation reads a weight after its gather": Edge(wait_recompute, needs.recomputing, NEVER_WAITED),
     "a gradient lands after its reduction": Edge(wait_reduction, needs.training, NEVER_WAITED),
+    "no landing is deferred across an outer unit": Edge(
+        deferred_across_units, needs.training_in_units_that_stay_open, WRONG_NUMBERS, 4
+    ),
     "a gradient lands after its launch": Edge(land_before_launch, needs.training, WRONG_NUMBERS),
     "a synchronous reduction is waited for": Edge(wait_reduction, needs.training_synchronous, NEVER_WAITED),
     "a bucket takes gradients that landed": Edge(wait_reduction, needs.training_hybrid, NEVER_WAITED, 4),
