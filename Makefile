@@ -19,7 +19,7 @@ NPROC      ?= 4
 TRAIN_ARGS ?=
 TEST_ARGS  ?=
 BENCH_ARGS ?=
-BENCHMARKS ?= $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py))
+BENCHMARKS ?= $(filter-out benchmarks/common.py benchmarks/gpu_%.py,$(wildcard benchmarks/*.py))
 
 BIN := $(VENV)/bin
 # A stamp per torch: asking for another one installs it, asking again does nothing.
