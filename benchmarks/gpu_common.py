@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -289,7 +290,7 @@ def fsdp2_block_prefetch(model: Llama, mesh: DeviceMesh) -> System:
     layers: list[Any] = list(model.layers)
     model.set_modules_to_forward_prefetch(layers[:1])  # type: ignore[operator]
     model.set_modules_to_backward_prefetch(layers[-1:])  # type: ignore[operator]
-    for before, after in zip(layers, layers[1:], strict=False):
+    for before, after in itertools.pairwise(layers):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
     return replace(system, name="fsdp2_block_prefetch")
