@@ -3,6 +3,7 @@
 #
 #   make train                          train a small Llama on 4 CPU processes
 #   make test                           lint, format, types, and the fast tests
+#   make test-gpu RANKS=4               the GPU tests, on 4 ranks of one GPU
 #
 # The default torch is whatever pip finds for this pin. To bring another:
 #
@@ -16,10 +17,12 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 
 NPROC      ?= 4
+RANKS      ?= 4
 TRAIN_ARGS ?=
 TEST_ARGS  ?=
 BENCH_ARGS ?=
-BENCHMARKS ?= $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py))
+GPU_TEST_ARGS ?=
+BENCHMARKS ?= $(filter-out benchmarks/common.py benchmarks/gpu_%.py,$(wildcard benchmarks/*.py))
 
 BIN := $(VENV)/bin
 # A stamp per torch: asking for another one installs it, asking again does nothing.
@@ -35,10 +38,10 @@ export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all lint types bench clean
+.PHONY: help install train test test-all test-gpu lint types bench clean
 
 help:
-	@echo "targets: train  test  test-all  lint  types  bench  install  clean    (see the top of the Makefile)"
+	@echo "targets: train  test  test-all  test-gpu  lint  types  bench  install  clean    (see the top of the Makefile)"
 
 install: $(STAMP)
 
@@ -65,6 +68,10 @@ test: lint types
 
 test-all: lint types
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# Without pytest: every rank runs the same session. GPU_TEST_ARGS="-k races" picks tests.
+test-gpu: $(STAMP)
+	PYTHON=$(BIN)/python RANKS_TIMEOUT=1500 tools/ranks_on_one_gpu.sh $(RANKS) $(BIN)/python -m tests.gpu.run $(GPU_TEST_ARGS)
 
 bench: $(STAMP)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script $(BENCH_ARGS); done
