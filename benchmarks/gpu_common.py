@@ -6,6 +6,8 @@ or `tools/ranks_on_one_gpu.sh` start it. Ranks use `cuda:LOCAL_RANK`.
 
 from __future__ import annotations
 
+import argparse
+import ast
 import datetime
 import faulthandler
 import itertools
@@ -305,12 +307,12 @@ def fsdp2_linear(model: Llama, mesh: DeviceMesh) -> System:
     return System("fsdp2_linear", model)
 
 
-def gtp(model: Llama, mesh: DeviceMesh) -> System:
-    """`gtp_shard` with its default policy."""
-    return System("gtp", common.gtp(model, mesh))
+def gtp(model: Llama, mesh: DeviceMesh, **policy: Any) -> System:
+    """`gtp_shard` with its default policy, or with the options given."""
+    return System("gtp", common.gtp(model, mesh, **policy))
 
 
-SYSTEMS: dict[str, Callable[[Llama, DeviceMesh], System]] = {
+SYSTEMS: dict[str, Callable[..., System]] = {
     "plain": plain,
     "plain+wire": plain_with_wire,
     "ddp": ddp,
@@ -322,8 +324,24 @@ SYSTEMS: dict[str, Callable[[Llama, DeviceMesh], System]] = {
 SHARDED = ("fsdp2_block", "fsdp2_block_prefetch", "fsdp2_linear", "gtp")
 
 
-def make(name: str, shape: Shape, ranks: Ranks, mesh: DeviceMesh) -> System:
-    system = SYSTEMS[name](build(shape, ranks.device), mesh)
+def mode(text: str) -> str:
+    """A command-line argument: a system, or `gtp:` and options of its policy (`gtp:wgrad_first=True,lookahead_bytes=0`)."""
+    name, policy = _parse(text)
+    if name not in SYSTEMS or (policy and name != "gtp"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SYSTEMS)}, nor gtp:OPTION=VALUE,...")
+    return text
+
+
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    name, _, options = text.partition(":")
+    pairs = (option.split("=") for option in options.split(",") if option)
+    return name, {key: ast.literal_eval(value) for key, value in pairs}
+
+
+def make(text: str, shape: Shape, ranks: Ranks, mesh: DeviceMesh) -> System:
+    """The system that a `mode` names."""
+    name, policy = _parse(text)
+    system = SYSTEMS[name](build(shape, ranks.device), mesh, **policy)
     if name in SHARDED:
         common.assert_sharded(system.module, ranks.world)
     return system

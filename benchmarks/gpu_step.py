@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 import common
 import gpu_common
-from gpu_common import CASES, SYSTEMS, Ranks, Shape, System
+from gpu_common import CASES, Ranks, Shape, System, mode
 
 DEFAULT_MODES = ["plain", "plain+wire", "ddp", "fsdp2_block", "fsdp2_block_prefetch", "gtp"]
 WARMUP = 3  # steps: gtp learns its order in the first, allocators settle in the second
@@ -324,7 +324,7 @@ HEADER = [
 def parse() -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--case", choices=CASES, default="large")
-    parser.add_argument("--modes", nargs="+", choices=SYSTEMS, default=DEFAULT_MODES, help="in the order to run them")
+    parser.add_argument("--modes", nargs="+", type=mode, default=DEFAULT_MODES, help="in the order to run them")
     parser.add_argument("--tokens", nargs="+", type=int, help="sequence lengths (default: the case's own)")
     parser.add_argument("--layers", type=int, help="another number of layers than the case has")
     parser.add_argument("--rounds", type=int, default=5)
@@ -333,7 +333,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="leave the pass out that measures it")
     parser.add_argument("--graph", action="store_true", help="forward and backward as one CUDA graph, too")
     parser.add_argument("--only-graph", action="store_true", help="nothing but that")
-    parser.add_argument("--graph-modes", nargs="+", choices=SYSTEMS, default=["plain", "gtp"])
+    parser.add_argument("--graph-modes", nargs="+", type=mode, default=["plain", "gtp"])
     parser.add_argument("--capture-mode", choices=("global", "thread_local", "relaxed"), default="global")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script with tiny sizes"

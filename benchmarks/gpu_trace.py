@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import common
 import gpu_common
-from gpu_common import CASES, SYSTEMS, Ranks, Shape
+from gpu_common import CASES, Ranks, Shape
 
 STEP = "measured step"
 WARMUP = 4
@@ -271,7 +271,7 @@ def self_times(events: Sequence[dict[str, Any]]) -> dict[str, tuple[int, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="large")
-    parser.add_argument("--modes", nargs="+", choices=SYSTEMS, default=["plain", "gtp"])
+    parser.add_argument("--modes", nargs="+", type=gpu_common.mode, default=["plain", "gtp"])
     parser.add_argument("--tokens", type=int, help="another sequence length than the case has")
     parser.add_argument("--layers", type=int, help="another number of layers than the case has")
     parser.add_argument("--folder", type=Path, default=Path("runs/traces"))
