@@ -161,11 +161,13 @@ def check_against_oracle(model, optimizer, *, segments=None, steps=range(3), pla
 # ---- equal to one process
 
 
+@pytest.mark.parametrize("round_bytes", [1, 1000])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @on_ranks(4)
-def test_steps_in_fp32_equal_those_on_the_unsharded_matrices(rank, world, topology):
+def test_steps_in_fp32_equal_those_on_the_unsharded_matrices(rank, world, topology, round_bytes):
+    """In rounds of one matrix per rank, and of several."""
     model = make(topology)
-    check_against_oracle(model, Muon(Muon.groups_of(model), lr=0.02, **FP32))
+    check_against_oracle(model, Muon(Muon.groups_of(model), lr=0.02, round_bytes=round_bytes, **FP32))
 
 
 OPTIONS = {
