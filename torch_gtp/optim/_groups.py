@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 ADAMW_DEFAULTS = MappingProxyType({"betas": (0.9, 0.999), "eps": 1e-8})
-MUON_OPTIONS = frozenset(
-    {"momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype"}
-)  # fmt: skip
+MUON_OPTIONS = frozenset({"momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "ns_dtype"})
 _NS_DTYPES = (torch.bfloat16, torch.float32)
 _LR_ADJUSTMENTS = (None, "original", "match_rms_adamw")
 # What an output layer is called where the model does not say: in transformers, torchtitan, timm.

@@ -201,9 +201,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[stored]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = _zeros_like(stored.grad)
-        return _Target(
-            stored, _local(stored), _local(stored.grad), _local(state["momentum_buffer"]), group, name
-        )  # fmt: skip
+        return _Target(stored, _local(stored), _local(stored.grad), _local(state["momentum_buffer"]), group, name)
 
     @staticmethod
     def _update_locally(group: dict[str, Any], targets: list[_Target]) -> None:
@@ -249,9 +247,7 @@ class Muon(torch.optim.Optimizer):
         return cached.plan, cached.group
 
     def _matrices(self, index: int, target: _Target) -> list[Matrix]:
-        return matrices_of(
-            index, target.stored.shape, self._segments.get(target.stored), target.group["ns_steps"]
-        )  # fmt: skip
+        return matrices_of(index, target.stored.shape, self._segments.get(target.stored), target.group["ns_steps"])
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         params = [param for param in group["params"] if param.grad is not None]
@@ -310,9 +306,7 @@ def _plan_on(
         )
     group = mesh.get_group(0) if mesh.ndim == 1 else _collectives.axes_group(mesh, names or ())
     assert group is not None
-    coordinates = dict(
-        zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True)
-    )  # fmt: skip
+    coordinates = dict(zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True))
     ranks = dist.get_process_group_ranks(group)
     known: dict[Any, Any] = {}
     holdings = []
