@@ -20,7 +20,7 @@ import contextlib
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-OPS = ("all_gather", "reduce_scatter", "all_reduce")
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 POISON_BYTE = 0x7F
 
 _installed: ContextVar[CommDouble | None] = ContextVar("installed_comm_double", default=None)
@@ -40,7 +40,10 @@ class CommDoubleError(AssertionError):
 
 
 class Collective(NamedTuple):
-    """One logged call; `shape`, `dtype`, `nbytes` are of its larger side: gathered, or not yet reduced."""
+    """One logged call; `shape`, `dtype`, `nbytes` are of its larger side: gathered, or not yet reduced.
+
+    Of an all-to-all they are of what this rank receives: ranks need not agree about them.
+    """
 
     op: str
     shape: tuple[int, ...]
@@ -54,7 +57,8 @@ class Collective(NamedTuple):
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         reduction = f" {self.reduction}" if self.reduction else ""
-        return f"{self.op}{reduction} {dtype}{list(self.shape)} in group {self.group}"
+        shape = "" if self.op == "all_to_all" else list(self.shape)
+        return f"{self.op}{reduction} {dtype}{shape} in group {self.group}"
 
 
 class _Flight:
@@ -113,7 +117,8 @@ class CommDouble:
 
     Args:
         module: Anything with the attributes `all_gather(output, input, group)`, `reduce_scatter(output,
-            input, group, op)` and `all_reduce(tensor, group, op)`, each returning a handle with `wait()`.
+            input, group, op)`, `all_reduce(tensor, group, op)` and `all_to_all(output, input, output_counts,
+            input_counts, group)`, each returning a handle with `wait()`.
         seed: Seeds the completion order. Use one value on all ranks.
         shuffle: Complete outstanding transfers in random order. Turn it off where ranks run different
             programs.
@@ -193,9 +198,27 @@ class CommDouble:
     def _all_reduce(self, tensor: torch.Tensor, group: Any, op: str) -> _Handle:
         return self._issue("all_reduce", tensor, tensor, group, op)
 
+    def _all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        group: Any,
+    ) -> _Handle:
+        return self._issue("all_to_all", output, input, group, None, (output_counts, input_counts))
+
     @torch.no_grad()
-    def _issue(self, op: str, output: torch.Tensor, source: torch.Tensor, group: Any, reduction: str | None) -> _Handle:
-        call = self._describe(op, output, source, group, reduction)
+    def _issue(
+        self,
+        op: str,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        group: Any,
+        reduction: str | None,
+        counts: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> _Handle:
+        call = self._describe(op, output, source, group, reduction, counts)
         self.log.append(call)
         flight = _Flight(call, _call_site(), output, source)
         if self._trace is not None:
@@ -208,7 +231,7 @@ class CommDouble:
             flight.work = original(private, group, reduction)
         else:
             flight.result = torch.zeros_like(output, memory_format=torch.contiguous_format)
-            arguments = (flight.result, private, group)
+            arguments = (flight.result, private, *(counts or ()), group)
             flight.work = original(*arguments) if reduction is None else original(*arguments, reduction)
         _poison(output)
         # Where the two overlap, the input is poison from here on, and has to stay so
@@ -241,15 +264,27 @@ class CommDouble:
             self.errors.append(f"its handle was dropped without wait(): {flight}")
 
     def _describe(
-        self, op: str, output: torch.Tensor, source: torch.Tensor, group: Any, reduction: str | None
+        self,
+        op: str,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        group: Any,
+        reduction: str | None,
+        counts: tuple[Sequence[int], Sequence[int]] | None,
     ) -> Collective:
         if group not in self._groups:
             self._groups[group] = tuple(dist.get_process_group_ranks(group))
         ranks = self._groups[group]
-        larger = output if op == "all_gather" else source
+        larger = output if op in ("all_gather", "all_to_all") else source
         small, large = (source, output) if op == "all_gather" else (output, source)
-        expected = small.numel() * (1 if op == "all_reduce" else len(ranks))
-        if large.numel() != expected or output.dtype != source.dtype:
+        if counts is None:
+            fits = large.numel() == small.numel() * (1 if op == "all_reduce" else len(ranks))
+        else:
+            fits = all(
+                len(parts) == len(ranks) and tuple(side.shape) == (sum(parts),)
+                for side, parts in zip((output, source), counts, strict=True)
+            )
+        if not fits or output.dtype != source.dtype:
             raise CommDoubleError(
                 f"{op} over {len(ranks)} ranks: output {output.dtype}{list(output.shape)} does not fit "
                 f"input {source.dtype}{list(source.shape)}"

@@ -36,6 +36,7 @@ def _options(kind: type, op: str | None = None) -> Any:
     return options
 
 
+_EXCHANGE_OPTIONS = _options(c10d.AllToAllOptions)
 _GATHER_OPTIONS = _options(c10d.AllgatherOptions)
 _SCATTER_OPTIONS = MappingProxyType({op: _options(c10d.ReduceScatterOptions, op) for op in _OPS})
 _REDUCE_OPTIONS = MappingProxyType({op: _options(c10d.AllreduceOptions, op) for op in _OPS})
@@ -46,6 +47,7 @@ _start_gather: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or di
 _start_scatter: Any = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
+_start_exchange: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Handle:
@@ -63,6 +65,17 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: ReduceOp) -> Handle:
     """Start reducing ``tensor`` in place."""
     handle: Handle = group.allreduce([tensor], _REDUCE_OPTIONS[op])
+    return handle
+
+
+def all_to_all(
+    output: Tensor, input: Tensor, output_counts: Sequence[int], input_counts: Sequence[int], group: dist.ProcessGroup
+) -> Handle:
+    """Start sending ``input_counts[i]`` elements of ``input`` to rank i, receiving ``output_counts[i]`` from it.
+
+    Both tensors are flat, their parts in rank order.
+    """
+    handle: Handle = _start_exchange(group, output, input, output_counts, input_counts, _EXCHANGE_OPTIONS)
     return handle
 
 

@@ -23,6 +23,9 @@ def collectives() -> SimpleNamespace:
             output, input, op=ops[op], group=group, async_op=True
         ),
         all_reduce=lambda tensor, group, op: dist.all_reduce(tensor, op=ops[op], group=group, async_op=True),
+        all_to_all=lambda output, input, output_counts, input_counts, group: dist.all_to_all_single(
+            output, input, output_counts, input_counts, group=group, async_op=True
+        ),
     )
 
 
@@ -55,6 +58,15 @@ def double_results(rank, world):
         assert codes.eq(0x7F).all()
         handle.wait()
         assert codes.tolist() == [x for r in range(world) for x in (r, 7)]
+
+        # Rank r sends one element to rank 0 and r to rank 1, which therefore receives 0 and 1
+        received = torch.empty(2 if rank == 0 else 1)
+        handle = comm.all_to_all(
+            received, torch.full((1 + rank,), float(rank)), [1, 1] if rank == 0 else [0, 1], [1, rank], dist.group.WORLD
+        )
+        assert received.isnan().all()
+        handle.wait()
+        assert received.tolist() == ([0.0, 1.0] if rank == 0 else [1.0])
     assert double.problems() == []
     assert comm.all_gather.__name__ == "<lambda>", "the module has its own functions back"
     return double.log
@@ -62,12 +74,13 @@ def double_results(rank, world):
 
 def test_the_double_delivers_results_and_logs_exact_bytes():
     log = run_ranks(double_results, 2)[0]
-    assert count(log) == {"all_gather": 3, "reduce_scatter": 1, "all_reduce": 1}
-    assert [call.nbytes for call in log] == [24, 24, 24, 20, 4]
-    assert [call.in_place for call in log] == [False, True, False, True, False]
-    assert [call.reduction for call in log] == [None, None, "avg", "sum", None]
+    assert count(log) == {"all_gather": 3, "reduce_scatter": 1, "all_reduce": 1, "all_to_all": 1}
+    assert [call.nbytes for call in log] == [24, 24, 24, 20, 4, 8]
+    assert [call.in_place for call in log] == [False, True, False, True, False, False]
+    assert [call.reduction for call in log] == [None, None, "avg", "sum", None, None]
     assert {call.group for call in log} == {(0, 1)}
     assert str(log[2]) == "reduce_scatter avg float32[6] in group (0, 1)"
+    assert str(log[5]) == "all_to_all float32 in group (0, 1)", "ranks may receive different amounts"
 
 
 def missing_wait(rank, world):
@@ -146,6 +159,8 @@ def test_a_collective_whose_sizes_do_not_fit_is_refused_before_it_is_issued():
     with fake_world(4, double=False), CommDouble(comm):
         with pytest.raises(CommDoubleError, match=r"over 4 ranks: output torch.float32\[6\] does not fit"):
             comm.all_gather(torch.empty(6), torch.empty(2), dist.group.WORLD)
+        with pytest.raises(CommDoubleError, match=r"over 4 ranks: output torch.float32\[5\] does not fit"):
+            comm.all_to_all(torch.empty(5), torch.empty(4), [1, 1, 1, 1], [1, 1, 1, 1], dist.group.WORLD)
 
 
 def test_gathered_memory_counts_as_alive_while_anything_holds_it():
