@@ -21,9 +21,11 @@ ORDER = [
     "_replicate", "_first_call", "_hooks", "_linear", "_access", "_tp_styles", "_module", "_composable",
     "_init", "_mesh", "clip", "debug",
     "optim._newton_schulz", "optim._plan", "optim._pipeline", "optim._groups", "optim._muon", "optim",
+    "checkpoint._files", "checkpoint._safetensors", "checkpoint._dcp", "checkpoint._hf", "checkpoint",
     "__init__",
 ]  # fmt: skip
 ONLY_TORCH = {"_tp_styles", "_chain"}
+OPTIONAL = {("checkpoint._safetensors", "safetensors")}  # imported where it is needed, never at the top of a module
 PUBLIC_MODULES = [name for name in ORDER if not name.startswith("_") and "._" not in name]
 
 MAX_FILE_LINES = 550
@@ -112,7 +114,10 @@ def test_torch_is_the_only_dependency(name):
             roots |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             roots.add((node.module or "").partition(".")[0])
-    assert {root for root in roots if root not in sys.stdlib_module_names} <= {"torch"}
+    optional = {root for module, root in OPTIONAL if module == name}
+    at_the_top = {ast.unparse(node) for node in tree(name).body if isinstance(node, ast.Import | ast.ImportFrom)}
+    assert [line for line in at_the_top if any(root in line.split(".")[0] for root in optional)] == []
+    assert {root for root in roots if root not in sys.stdlib_module_names} <= {"torch", *optional}
 
 
 # ---- state
