@@ -37,7 +37,7 @@ MESHES = {
     "tp4-gtp1": (4, (4, 1), ("tp", "gtp_remat")),
     "dp2-gtp1-tp2": (4, (2, 1, 2), ("dp", "gtp_remat", "tp")),
 }
-PER_CALL = 24  # pairs of topologies in one example: the way to the ranks and back costs more than a pair
+PER_CALL = 21  # pairs of topologies in one example: the way to the ranks and back costs more than a pair
 
 
 @dataclass(frozen=True)

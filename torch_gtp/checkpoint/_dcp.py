@@ -96,15 +96,14 @@ def load(
     """
     path = _check_arguments("checkpoint.load", folder, model, optimizer)
     where = f"checkpoint.load({str(path)!r})"
-    saved = agreed(lambda: _Saved(path, where))
-    target = agreed(lambda: _targets(saved, model, optimizer, strict))
+    saved, target = agreed(lambda: _targets(_Saved(path, where), model, optimizer, strict))
     try:
         dcp.load(target, storage_reader=FileSystemReader(path))
     except CheckpointException as error:
         raise ValueError(f"{where}: {_first_failure(error)}; model and optimizer are as they were") from error
     if optimizer is not None:
-        state = agreed(lambda: _to_optimizer_state(saved, model, optimizer, target["optimizer"]))
-        optimizer.load_state_dict(state)
+        # What it may refuse, groups of other parameters, was read by every rank alike.
+        optimizer.load_state_dict(_to_optimizer_state(saved, model, optimizer, target["optimizer"]))
     set_model_state_dict(model, target["model"], options=StateDictOptions(strict=strict))
     return dict(target["extra"][0]) if "extra" in target else {}
 
@@ -203,7 +202,7 @@ def _targets(saved: _Saved, model: nn.Module, optimizer: torch.optim.Optimizer |
         target["optimizer"] = _optimizer_targets(saved, model, optimizer, strict)
     if saved.below("extra"):
         target["extra"] = None
-    return target
+    return saved, target
 
 
 def _model_targets(saved: _Saved, model: nn.Module, strict: bool) -> dict[str, Any]:
