@@ -287,16 +287,20 @@ def _collect(tensor: Tensor, chunks: dict[_Chunk, int], writer: int, dtype: torc
     dtype = _dtype(tensor, dtype)
     full = torch.empty(tensor.shape, dtype=dtype) if rank == writer else None
     for chunk, sender in chunks.items():
-        if rank == sender:
-            piece = local.to(dtype).contiguous()
-            if full is None:
-                dist.send(bytes_of(piece), writer)
-        elif full is not None:
-            piece = torch.empty(chunk.sizes, dtype=dtype, device=local.device)
-            dist.recv(bytes_of(piece), sender)
-        if full is not None:
-            full[chunk.slices].copy_(piece)
+        if full is None:
+            if rank == sender:
+                dist.send(bytes_of(local.to(dtype).contiguous()), writer)
+        elif rank == sender:
+            full[chunk.slices].copy_(local)
+        else:
+            full[chunk.slices].copy_(_received(chunk, dtype, local.device, sender))
     return full
+
+
+def _received(chunk: _Chunk, dtype: torch.dtype, device: torch.device, sender: int) -> Tensor:
+    piece = torch.empty(chunk.sizes, dtype=dtype, device=device)
+    dist.recv(bytes_of(piece), sender)
+    return piece
 
 
 def _write_description(
