@@ -504,6 +504,38 @@ def test_processes_killed_during_a_save_leave_the_previous_checkpoint_and_no_hal
     run_ranks(load_and_save_again, 2, str(tmp_path))
 
 
+def replace_and_die(rank, world, folder, fatal_rename):
+    model = shard(CASES["mlp"].build(seed=1))
+    save(f"{folder}/1", model)
+    renames, rename = [], os.replace
+
+    def die(*args):
+        renames.append(args)
+        if len(renames) == fatal_rename:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(*args)
+
+    os.replace = die
+    save(f"{folder}/1", shard(CASES["mlp"].build(seed=2)), overwrite=True)
+    raise AssertionError("nobody was killed")
+
+
+def load_and_replace_again(rank, world, folder):
+    model = shard(CASES["mlp"].build(seed=3))
+    for seed in (1, 4):
+        load(f"{folder}/1", model)
+        assert_local(dict(model.named_parameters()), dict(CASES["mlp"].build(seed=seed).named_parameters()))
+        save(f"{folder}/1", shard(CASES["mlp"].build(seed=4)), overwrite=True)
+        assert os.listdir(folder) == ["1"]
+
+
+@pytest.mark.parametrize("fatal_rename", [1, 2])
+def test_processes_killed_while_a_checkpoint_is_replaced_leave_the_one_that_was_there(tmp_path, fatal_rename):
+    with pytest.raises(RankError, match="exit code -9"):
+        run_ranks(replace_and_die, 2, str(tmp_path), fatal_rename)
+    run_ranks(load_and_replace_again, 2, str(tmp_path))
+
+
 @on_ranks(2)
 def test_an_asynchronous_save_holds_the_values_of_its_call_while_training_goes_on(rank, world):
     folder = folder_of("async")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from ._files import agreed, checked_folder, whole_folder, world
+from ._files import agreed, checked_folder, standing, whole_folder, world
 
 
 def save(
@@ -28,6 +28,7 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint that any topology, and a plain process, can ``load``. All ranks call it.
 
@@ -40,9 +41,11 @@ def save(
         model: after ``gtp_shard``, or any other module that ``torch.distributed.checkpoint`` can save.
         optimizer: of parameters of ``model``.
         extra: anything else that can be pickled (step, position in the data, ...); that of rank 0 is written.
+        overwrite: replace a folder of that name, once the new one is written.
 
     Raises:
-        ValueError: the folder exists and is not empty; the optimizer has a parameter that the model has not.
+        ValueError: the folder exists, is not empty, and ``overwrite`` is not set; the optimizer has a parameter that the
+            model has not.
         RuntimeError: writing failed, on any rank.
 
     Example::
@@ -57,7 +60,7 @@ def save(
         state["optimizer"] = _optimizer_state(_names(model, optimizer, "checkpoint.save"), optimizer)
     if extra is not None and world()[0] == 0:
         state["extra"] = (dict(extra),)  # in a tuple it is one entry, whatever is in it
-    with whole_folder(path, "checkpoint.save") as partial:
+    with whole_folder(path, "checkpoint.save", overwrite=overwrite) as partial:
         try:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(partial))
         except CheckpointException as error:
@@ -95,7 +98,7 @@ def load(
         step = torch_gtp.checkpoint.load("runs/step-000100", model, optimizer)["step"]
     """
     path = _check_arguments("checkpoint.load", folder, model, optimizer)
-    where = f"checkpoint.load({str(path)!r})"
+    where, path = f"checkpoint.load({str(path)!r})", standing(path)
     saved, target = agreed(lambda: _targets(_Saved(path, where), model, optimizer, strict))
     try:
         dcp.load(target, storage_reader=FileSystemReader(path))
@@ -195,7 +198,9 @@ class _Saved:
         return {path[size:]: entry for path, entry in self.entries.items() if path[:size] == prefix}
 
 
-def _targets(saved: _Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None, strict: bool) -> dict[str, Any]:
+def _targets(
+    saved: _Saved, model: nn.Module, optimizer: torch.optim.Optimizer | None, strict: bool
+) -> tuple[_Saved, dict[str, Any]]:
     """Fresh tensors to read into, in the layouts of ``model`` and ``optimizer``."""
     target: dict[str, Any] = {"model": _model_targets(saved, model, strict)}
     if optimizer is not None:

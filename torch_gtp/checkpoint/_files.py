@@ -50,34 +50,47 @@ def on_first_rank(function: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path, where: str) -> Iterator[Path]:
+def whole_folder(folder: Path, where: str, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to write into, which becomes ``folder`` when all ranks have left the block without an error.
 
-    Until then nothing exists under the final name: a process that dies leaves ``.NAME.partial`` beside it, which the
-    next attempt removes.
+    Until then nothing changes under the final name: a process that dies leaves ``.NAME.partial`` beside it, which the
+    next attempt removes. What ``overwrite`` replaces is ``.NAME.replaced`` for the moment between two renames.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial, replaced = folder.with_name(f".{folder.name}.partial"), _replaced(folder)
 
     def prepare() -> None:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(
-                f"{where}({str(folder)!r}): it exists and is not empty; choose a new folder, for example one per step. (What "
-                "is there is never overwritten: it may be the only checkpoint that is whole)"
-            )
-        shutil.rmtree(partial, ignore_errors=True)
+        if replaced.exists():  # an attempt that died: before its second rename, or after it
+            shutil.rmtree(replaced) if folder.exists() else os.replace(replaced, folder)
+        if folder.exists() and not overwrite and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"{where}({str(folder)!r}): it exists and is not empty; choose a new folder")
+        if partial.exists():
+            shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
     def publish() -> None:
+        if folder.exists():
+            os.replace(folder, replaced)
         os.replace(partial, folder)
         parent = os.open(folder.parent, os.O_RDONLY)
         try:
             os.fsync(parent)  # the name outlives a power failure, as the files do
         finally:
             os.close(parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
     on_first_rank(prepare)
     yield partial
     on_first_rank(publish)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def standing(folder: Path) -> Path:
+    """Where the contents of ``folder`` are, also after a death between the two renames that replace it."""
+    return _replaced(folder) if not folder.exists() and _replaced(folder).exists() else folder
 
 
 def checked_folder(folder: Any, where: str) -> Path:
