@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.dist.test_transformers import MESHES, RTOL, batch, build, parallelize
 from tests.dist.twin import assert_local, on_ranks
 from tests.harness import cached_mesh, run_ranks
-from tests.models import MLP
+from tests.models import CASES, MLP
 from tests.reference import assert_matches, gather_full_dict, relative_error
 from torch_gtp import GTPPolicy, WeightPlan, gtp_shard, materialize_meta
 from torch_gtp.checkpoint import export_hf, load_hf
@@ -123,6 +123,8 @@ def test_dtypes_are_converted_on_the_way_out_and_in(tmp_path):
     from transformers import AutoModelForCausalLM
 
     run_ranks(exported_in, 4, str(tmp_path / "export"))
+    written = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (written["dtype"], written["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert back.config.dtype == torch.bfloat16 == back.lm_head.weight.dtype
     assert torch.equal(back.lm_head.weight, build("llama").lm_head.weight.bfloat16())
@@ -161,6 +163,42 @@ def uneven(rank, world, folder, names):
 @pytest.mark.parametrize("names", [("dp", "gtp_remat"), ("gtp_remat", "dp")])
 def test_any_shape_and_dtype_survives_the_way_out_and_in(tmp_path, names):
     run_ranks(uneven, 4, str(tmp_path / "export"), names)
+
+
+def loaded_tied(rank, world, folder):
+    model = gtp_shard(CASES["tied_lm"].build(), cached_mesh((2,), ("gtp_remat",)), policy=GTPPolicy(min_shard_numel=1))
+    load_hf(model, folder)
+    assert model.head.weight is model.embed.weight
+    assert_local({"head": model.head.weight}, {"head": torch.full((33, 12), 2.0)})
+
+
+def test_of_a_tied_weight_saved_under_both_names_the_last_one_counts_as_in_load_state_dict(tmp_path):
+    from safetensors.torch import save_file
+
+    plain = CASES["tied_lm"].build()
+    state = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    state["embed.weight"].fill_(1.0)
+    state["head.weight"].fill_(2.0)
+    plain.load_state_dict(state)
+    assert (plain.embed.weight == 2.0).all()
+    save_file(state, tmp_path / "model.safetensors")
+    run_ranks(loaded_tied, 2, str(tmp_path))
+
+
+def loaded_while_kept(rank, world, folder):
+    model = gtp_shard(MLP(6, 10, 3), cached_mesh((2,), ("gtp_remat",)), policy=GTPPolicy(min_shard_numel=1))
+    model.unshard()
+    assert any(param.held is not None for param in model._gtp.root.params)
+    load_hf(model, folder)
+    assert all(param.held is None for param in model._gtp.root.params)
+    plain = MLP(6, 10, 3)
+    load_hf(plain, folder)
+    assert torch.equal(model(torch.ones(2, 6)), plain(torch.ones(2, 6)))
+
+
+def test_weights_kept_by_unshard_are_freed_and_not_used_after_a_load(tmp_path):
+    export_hf(MLP(6, 10, 3), tmp_path / "export")
+    run_ranks(loaded_while_kept, 2, str(tmp_path / "export"))
 
 
 # ---- memory
