@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.dist.twin import assert_local, on_ranks, randn, seeded, shard, training_run
 from tests.harness import RankError, cached_mesh, run_ranks
 from tests.models import CASES, MLP
+from tests.reference import gather_full_dict
 from torch_gtp.checkpoint import load, save
 
 run_mlp = training_run("mlp")
@@ -315,6 +316,47 @@ def test_groups_are_matched_by_their_parameters_and_a_mismatch_changes_nothing(r
     ):
         load(folder / "1", third, thirds)
     assert_same(locals_of(third, thirds), before)
+
+
+@on_ranks(4)
+def test_the_state_of_muon_loads_on_another_topology(rank, world):
+    from torch_gtp.optim import Muon
+
+    folder = folder_of("muon")
+
+    def build(seed, mesh, lr):
+        model = shard(CASES["attention_lm"].build(seed), mesh)
+        segments = {"layers.0.mlp.gate.weight": (20, 16)}
+        return model, Muon(Muon.groups_of(model), lr=lr, segments=segments)
+
+    model, optimizer = build(0, cached_mesh((4,), ("gtp_remat",)), 0.25)
+    step(model, optimizer, rank, training_run("attention_lm"))
+    save(folder / "1", model, optimizer)
+    other, others = build(1, cached_mesh((2, 2), ("dp", "gtp_remat")), 0.5)
+    load(folder / "1", other, others)
+    assert [group["lr"] for group in others.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    for name, param in model.named_parameters():
+        states, loaded = optimizer.state[param], others.state[other.get_parameter(name)]
+        assert states.keys() == loaded.keys()
+        assert_local(loaded, gather_full_dict(states), what=name)
+    step(other, others, rank, training_run("attention_lm"))
+
+
+@on_ranks(2)
+def test_options_of_a_group_may_be_dicts_and_tensors(rank, world):
+    folder = folder_of("options")
+
+    def build(lr, note):
+        model = shard(CASES["mlp"].build())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr), capturable=False, foreach=False)
+        optimizer.param_groups[0]["note"] = note
+        return model, optimizer
+
+    save(folder / "1", *build(0.25, {"a": 1, "b": {"c": (2, 3)}}))
+    model, optimizer = build(0.5, {"a": 0})
+    load(folder / "1", model, optimizer)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["note"]) == (torch.tensor(0.25), {"a": 1, "b": {"c": (2, 3)}})
 
 
 # ---- names and shapes

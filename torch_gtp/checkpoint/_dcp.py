@@ -268,10 +268,13 @@ def _optimizer_targets(
             )
         state.setdefault(name, {})[key] = _state_target(saved, name, key, params[name], optimizer, entry)
     groups: list[dict[str, Any]] = []
-    for (index, key), entry in options.items():
+    for (index, *outer, key), entry in options.items():  # an option that is a dict is saved item by item
         groups += [{} for _ in range(index + 1 - len(groups))]
+        place = groups[index]
+        for name in outer:
+            place = place.setdefault(name, {})
         is_tensor = isinstance(entry, TensorStorageMetadata)
-        groups[index][key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+        place[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
     return {"state": state, "param_groups": groups}
 
 
