@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import pkgutil
 import shutil
@@ -66,25 +68,32 @@ def assert_same(actual, expected):
     assert different == []
 
 
-def folder_of(test: str) -> Path:
-    """A folder that the ranks of a test agree on; empty."""
-    base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    path = shared(base / f"gtp-{test}-{os.getpid()}")
-    if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-    dist.barrier()
-    return path
+def in_folder(fn):
+    """Give a test on ranks an empty folder that they share, after `rank` and `world`; it is removed at the end."""
+
+    @functools.wraps(fn)
+    def run(rank, world, *parameters):
+        base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        folder = shared(tempfile.mkdtemp(prefix="gtp-checkpoints-", dir=base) if rank == 0 else "")
+        try:
+            fn(rank, world, folder, *parameters)
+            dist.barrier()
+        finally:
+            if rank == 0:
+                shutil.rmtree(folder)
+
+    first, second, _, *others = inspect.signature(fn).parameters.values()
+    run.__signature__ = inspect.Signature([first, second, *others])
+    return run
 
 
 # ---- what saving and loading leave alone
 
 
 @on_ranks(2)
-def test_saving_evaluating_and_exporting_between_two_steps_leave_the_next_steps_bit_identical(rank, world):
+@in_folder
+def test_saving_evaluating_and_exporting_between_two_steps_leave_the_next_steps_bit_identical(rank, world, folder):
     from torch_gtp.checkpoint import export_hf
-
-    folder = folder_of("between")
 
     def losses(between):
         model = shard(CASES["mlp"].build())
@@ -112,8 +121,8 @@ def test_saving_evaluating_and_exporting_between_two_steps_leave_the_next_steps_
 
 
 @on_ranks(2)
-def test_a_run_that_was_loaded_goes_on_bit_identically(rank, world):
-    folder = folder_of("resume")
+@in_folder
+def test_a_run_that_was_loaded_goes_on_bit_identically(rank, world, folder):
     model = shard(CASES["mlp"].build())
     optimizer = adamw(model)
     step(model, optimizer, rank)
@@ -130,8 +139,8 @@ def test_a_run_that_was_loaded_goes_on_bit_identically(rank, world):
 
 
 @on_ranks(2)
-def test_weights_kept_by_unshard_are_not_used_after_a_load(rank, world):
-    folder = folder_of("kept")
+@in_folder
+def test_weights_kept_by_unshard_are_not_used_after_a_load(rank, world, folder):
     source = shard(CASES["mlp"].build(seed=1))
     save(folder / "1", source)
     model = shard(CASES["mlp"].build(seed=2))
@@ -144,8 +153,8 @@ def test_weights_kept_by_unshard_are_not_used_after_a_load(rank, world):
 
 
 @on_ranks(2)
-def test_plain_dcp_reads_what_save_writes_and_load_reads_what_plain_dcp_writes(rank, world):
-    folder = folder_of("plain")
+@in_folder
+def test_plain_dcp_reads_what_save_writes_and_load_reads_what_plain_dcp_writes(rank, world, folder):
     model = shard(CASES["mlp"].build())
     optimizer = adamw(model)
     step(model, optimizer, rank)
@@ -186,9 +195,9 @@ def test_the_optimizer_is_laid_out_as_get_optimizer_state_dict_does_it(rank, wor
 
 
 @on_ranks(4)
-def test_every_element_has_exactly_one_writer(rank, world):
+@in_folder
+def test_every_element_has_exactly_one_writer(rank, world, folder):
     """Replicas on dp, tp and gtp_remat are written once, and no rank writes everything."""
-    folder = folder_of("writers")
     model = CASES["mlp"].build()
     mesh = cached_mesh((2, 2), ("dp", "gtp_remat"))
     model = shard(model, mesh)
@@ -206,9 +215,9 @@ def test_every_element_has_exactly_one_writer(rank, world):
 
 
 @on_ranks(4)
-def test_offsets_count_logical_rows_whatever_the_padding(rank, world):
+@in_folder
+def test_offsets_count_logical_rows_whatever_the_padding(rank, world, folder):
     """Ten rows over tp=2 and gtp_remat=2 are chunks of 3, 2, 3, 2: each gather pads, no checkpoint does."""
-    folder = folder_of("padding")
     for names in (("tp", "gtp_remat"), ("gtp_remat", "tp")):
         mesh = cached_mesh((2, 2), names)
         model = seeded(lambda: MLP(6, 10, 9))()
@@ -223,9 +232,9 @@ def test_offsets_count_logical_rows_whatever_the_padding(rank, world):
 
 
 @on_ranks(4)
-def test_a_fused_projection_keeps_its_rows_in_order_across_topologies(rank, world):
+@in_folder
+def test_a_fused_projection_keeps_its_rows_in_order_across_topologies(rank, world, folder):
     """gate|up in one weight: shards of 4 ranks do not respect the halves, the checkpoint does."""
-    folder = folder_of("fused")
     full = torch.arange(2 * 7 * 3.0).view(14, 3)
 
     def build(mesh):
@@ -243,8 +252,8 @@ def test_a_fused_projection_keeps_its_rows_in_order_across_topologies(rank, worl
 
 
 @on_ranks(2)
-def test_a_second_save_is_as_complete_as_the_first(rank, world):
-    folder = folder_of("second")
+@in_folder
+def test_a_second_save_is_as_complete_as_the_first(rank, world, folder):
     model = shard(CASES["mlp"].build())
     optimizer = adamw(model)
     step(model, optimizer, rank)
@@ -259,9 +268,9 @@ def test_a_second_save_is_as_complete_as_the_first(rank, world):
 
 
 @on_ranks(2)
-def test_states_of_frozen_unused_and_fresh_parameters_survive(rank, world):
+@in_folder
+def test_states_of_frozen_unused_and_fresh_parameters_survive(rank, world, folder):
     """Trained and then frozen: its state is kept. Never used: it has none, and gets none."""
-    folder = folder_of("frozen")
 
     def build(seed):
         model = CASES["mlp"].build(seed)
@@ -292,8 +301,8 @@ def test_states_of_frozen_unused_and_fresh_parameters_survive(rank, world):
 
 
 @on_ranks(2)
-def test_groups_are_matched_by_their_parameters_and_a_mismatch_changes_nothing(rank, world):
-    folder = folder_of("groups")
+@in_folder
+def test_groups_are_matched_by_their_parameters_and_a_mismatch_changes_nothing(rank, world, folder):
 
     def groups(model, lr):
         params = list(model.parameters())
@@ -319,10 +328,9 @@ def test_groups_are_matched_by_their_parameters_and_a_mismatch_changes_nothing(r
 
 
 @on_ranks(4)
-def test_the_state_of_muon_loads_on_another_topology(rank, world):
+@in_folder
+def test_the_state_of_muon_loads_on_another_topology(rank, world, folder):
     from torch_gtp.optim import Muon
-
-    folder = folder_of("muon")
 
     def build(seed, mesh, lr):
         model = shard(CASES["attention_lm"].build(seed), mesh)
@@ -343,8 +351,8 @@ def test_the_state_of_muon_loads_on_another_topology(rank, world):
 
 
 @on_ranks(2)
-def test_options_of_a_group_may_be_dicts_and_tensors(rank, world):
-    folder = folder_of("options")
+@in_folder
+def test_options_of_a_group_may_be_dicts_and_tensors(rank, world, folder):
 
     def build(lr, note):
         model = shard(CASES["mlp"].build())
@@ -363,8 +371,8 @@ def test_options_of_a_group_may_be_dicts_and_tensors(rank, world):
 
 
 @on_ranks(2)
-def test_missing_extra_and_wrong_shape_entries_are_named_and_change_nothing(rank, world):
-    folder = folder_of("names")
+@in_folder
+def test_missing_extra_and_wrong_shape_entries_are_named_and_change_nothing(rank, world, folder):
     save(folder / "1", shard(CASES["mlp"].build()))
 
     def refused(model, match, *more):
@@ -425,8 +433,8 @@ def test_load_state_dict_with_assign_takes_the_tensors_themselves(rank, world):
 
 
 @on_ranks(1)
-def test_bad_arguments_say_what_to_pass(rank, world):
-    folder = folder_of("arguments")
+@in_folder
+def test_bad_arguments_say_what_to_pass(rank, world, folder):
     model = CASES["mlp"].build()
     (folder / "taken").mkdir()
     (folder / "taken" / "file").touch()
@@ -466,8 +474,8 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank_and_leaves_the_model_as_
 
 
 @on_ranks(2)
-def load_damaged(rank, world, damage, file):
-    folder = folder_of("damage")
+@in_folder
+def load_damaged(rank, world, folder, damage, file):
     model = shard(CASES["mlp"].build())
     optimizer = adamw(model)
     step(model, optimizer, rank)
@@ -486,8 +494,8 @@ def load_damaged(rank, world, damage, file):
 
 
 @on_ranks(2)
-def test_an_error_of_one_rank_is_raised_on_all(rank, world):
-    folder = folder_of("one_rank")
+@in_folder
+def test_an_error_of_one_rank_is_raised_on_all(rank, world, folder):
     save(folder / "1", shard(CASES["mlp"].build()))
     model = shard(CASES["mlp"].build(seed=1))
     before = locals_of(model)
@@ -579,8 +587,8 @@ def test_processes_killed_while_a_checkpoint_is_replaced_leave_the_one_that_was_
 
 
 @on_ranks(2)
-def test_an_asynchronous_save_holds_the_values_of_its_call_while_training_goes_on(rank, world):
-    folder = folder_of("async")
+@in_folder
+def test_an_asynchronous_save_holds_the_values_of_its_call_while_training_goes_on(rank, world, folder):
     trained = threading.Event()
 
     class Late(dcp.FileSystemWriter):
@@ -613,9 +621,9 @@ def test_an_asynchronous_save_holds_the_values_of_its_call_while_training_goes_o
 
 
 @on_ranks(2)
-def test_loading_takes_the_memory_of_this_ranks_shards_once_more(rank, world):
+@in_folder
+def test_loading_takes_the_memory_of_this_ranks_shards_once_more(rank, world, folder):
     """Fresh tensors for all that is read, and nothing of the size of a full weight."""
-    folder = folder_of("memory")
     model = shard(MLP(64, 256, 64))
     optimizer = adamw(model)
     model(randn(4, 64)).sum().backward()
