@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.gpu.delays import Delays, SideLinear, SlowLinear, on_device
+from tests.gpu.delays import LATE, Delays, SideLinear, SlowLinear, on_device
 from tests.gpu.ranks import cases, device, everyones, mesh, needs_cuda, same_bits, synchronize, together
 from torch_gtp import GTPPolicy, _buffers, _replicate, _runtime, gtp_shard
 
 STEPS = 3
+# Longer than the host takes to come to the reader
+VERY_LATE_GATHERS = Delays(gather=True, cycles=20 * LATE)
+VERY_LATE_REDUCTIONS = Delays(reduce=True, cycles=20 * LATE)
 ROWS = 64
 
 
@@ -57,6 +60,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "far-ahead": {"lookahead_bytes": 1 << 30},
     "cast": {"mp": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "kept": {"reshard_after_forward": False},
+    "one-call-each": {"coalesce_bytes": 0},
 }
 DELAYS = {
     "nothing": Delays(),
@@ -190,10 +194,22 @@ def one_buffer_per_shape() -> Any:
 
 
 MUTATIONS: dict[str, tuple[Callable[[], Any], Delays]] = {
-    "a forward does not wait for its gather": (lambda: without_wait("forward gather"), Delays(gather=True)),
-    "a backward does not wait for its gather": (lambda: without_wait("backward gather"), Delays(gather=True)),
-    "a gradient does not wait for its reduction": (lambda: without_wait("gradient reduction"), Delays(reduce=True)),
-    "a bucket does not wait for its reduction": (lambda: without_wait("replicate axes"), Delays(reduce=True)),
+    "a forward does not wait for its gather": (
+        lambda: without_wait("forward gather"),
+        Delays(gather=True, cycles=VERY_LATE),
+    ),
+    "a backward does not wait for its gather": (
+        lambda: without_wait("backward gather"),
+        Delays(gather=True, cycles=VERY_LATE),
+    ),
+    "a gradient does not wait for its reduction": (
+        lambda: without_wait("gradient reduction"),
+        Delays(reduce=True, cycles=VERY_LATE),
+    ),
+    "a bucket does not wait for its reduction": (
+        lambda: without_wait("replicate axes"),
+        Delays(reduce=True, cycles=VERY_LATE),
+    ),
     "a reduction's input is reused at once": (reduce_input_reused, Delays(reduce=True)),
     "a bucket is reused at once": (bucket_reused, Delays(reduce=True)),
     "a buffer is recycled while it is read": (one_buffer_per_shape, Delays(compute=True)),
