@@ -97,16 +97,18 @@ class Pass(Generic[T]):
         while self._frontier < end:
             first = self._frontier
             nbytes, last = size_of(predicted[first]), first + 1
-            while last < end and (more := nbytes + size_of(predicted[last])) <= coalesce:
-                nbytes, last = more, last + 1
+            if coalesce:
+                while last < end and (more := nbytes + size_of(predicted[last])) <= coalesce:
+                    nbytes, last = more, last + 1
             if self.outstanding and self.outstanding + nbytes > budget:
                 return
-            answers = issue(predicted[first:last])
-            for item, issued in zip(predicted[first:last], answers, strict=False):
-                self._frontier += 1
+            offered = predicted[first:last]
+            answers = issue(offered)
+            self._frontier += len(answers)
+            for item, issued in zip(offered, answers, strict=False):
                 if issued:
-                    self._ahead[item] = size_of(item)
-                    self.outstanding += self._ahead[item]
+                    self._ahead[item] = nbytes = size_of(item)
+                    self.outstanding += nbytes
             if len(answers) < last - first:
                 return
 

@@ -486,11 +486,12 @@ def prefetch(root: RootState, direction: Direction, indices: list[int]) -> list[
     """Gather weights ahead of their use; ``False`` where none is needed. See ``Pass.issue_ahead``."""
     answers: list[bool] = []
     wanted: list[tuple[ParamState, Tensor]] = []
+    params = root.params
     for index in indices:
-        param = root.params[index]
+        param = params[index]
         assert param.gathers is not None
         needed = param.held is None and param.gathers[direction].state is GatherState.SHARDED
-        if needed and all(other is not param for other, _ in wanted):
+        if needed and not (wanted and any(other is param for other, _ in wanted)):
             stored = param.current()
             if stored is None:
                 break  # an outer FSDP unit still holds it sharded: not before that unit is entered

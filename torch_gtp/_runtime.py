@@ -28,11 +28,14 @@ _CODE_NAMES = ("forward gather", "backward gather", "recompute gather", "gradien
 
 def issue_gather(root: RootState, param: ParamState, direction: Direction, stored: Tensor) -> None:
     """Start gathering the shards of ``stored`` for ``direction``: SHARDED -> GATHERING."""
-    assert param.group is not None
+    assert param.gathers is not None and param.group is not None
     buffer, source = _prepare_gather(root, param, direction, stored)
+    gather = param.gathers[direction]
     with param.gather_label:
-        handle = _collectives.all_gather(buffer, source, param.group)
-    _gathering(root, param, direction, stored, buffer, source, handle)
+        gather.handle = _collectives.all_gather(buffer, source, param.group)
+    gather.move(GatherState.GATHERING)
+    gather.buffer, gather.source, gather.stored = buffer, source, stored
+    root.in_flight[direction][param.index] = param
 
 
 def issue_gathers(root: RootState, wanted: list[tuple[ParamState, Tensor]], direction: Direction) -> None:
@@ -52,7 +55,11 @@ def issue_gathers(root: RootState, wanted: list[tuple[ParamState, Tensor]], dire
                 [item[2] for item in batch], [item[3] for item in batch], first.group
             )
         for (param, stored, buffer, source), handle in zip(batch, handles, strict=True):
-            _gathering(root, param, direction, stored, buffer, source, handle)
+            assert param.gathers is not None
+            gather = param.gathers[direction]
+            gather.move(GatherState.GATHERING)
+            gather.buffer, gather.source, gather.stored, gather.handle = buffer, source, stored, handle
+            root.in_flight[direction][param.index] = param
 
 
 def _prepare_gather(root: RootState, param: ParamState, direction: Direction, stored: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,22 +71,11 @@ def _prepare_gather(root: RootState, param: ParamState, direction: Direction, st
         compare_ranks(param, direction)
     if gather.state is not GatherState.SHARDED:
         gather.move(GatherState.GATHERING)  # raises; the move itself waits until nothing can fail any more
-    dtype = param.wire_dtype
+    dtype = param.compute_dtype or param.param.dtype
     buffer = _buffers.allocate(param.layout.gathered_shape, dtype, shard.device)
     if shard is param.sendable and shard.dtype == dtype:
         return buffer, shard
     return buffer, _source_of_gather(param, shard, buffer)
-
-
-def _gathering(
-    root: RootState, param: ParamState, direction: Direction, stored: Tensor, buffer: Tensor, source: Tensor,
-    handle: _collectives.Handle,
-) -> None:  # fmt: skip
-    assert param.gathers is not None
-    gather = param.gathers[direction]
-    gather.move(GatherState.GATHERING)
-    gather.buffer, gather.source, gather.stored, gather.handle = buffer, source, stored, handle
-    root.in_flight[direction][param.index] = param
 
 
 def _source_of_gather(param: ParamState, shard: Tensor, buffer: Tensor) -> Tensor:
