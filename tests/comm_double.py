@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+BATCH_OPS = ("all_gather_batch", "reduce_scatter_batch")  # each tensor is a transfer of its own here
 POISON_BYTE = 0x7F
 
 _installed: ContextVar[CommDouble | None] = ContextVar("installed_comm_double", default=None)
@@ -135,6 +136,7 @@ class CommDouble:
     ):
         self.module = module
         self.log: list[Collective] = []
+        self.batches: list[int] = []  # sizes of the calls that moved several tensors; the log has each tensor
         self.errors: list[str] = []
         self._rng = random.Random(seed)
         self._shuffle, self._trace = shuffle, trace
@@ -149,8 +151,9 @@ class CommDouble:
     # ---- installing
 
     def __enter__(self) -> CommDouble:
-        self._originals = {op: getattr(self.module, op) for op in OPS}
-        for op in OPS:
+        ops = [*OPS, *(op for op in BATCH_OPS if hasattr(self.module, op))]
+        self._originals = {op: getattr(self.module, op) for op in ops}
+        for op in ops:
             setattr(self.module, op, getattr(self, f"_{op}"))
         self._token = _installed.set(self)
         return self
@@ -194,6 +197,16 @@ class CommDouble:
 
     def _reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, group: Any, op: str) -> _Handle:
         return self._issue("reduce_scatter", output, input, group, op)
+
+    def _all_gather_batch(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any) -> list[_Handle]:
+        self.batches.append(len(outputs))
+        return [self._all_gather(*pair, group) for pair in zip(outputs, inputs, strict=True)]
+
+    def _reduce_scatter_batch(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Any, op: str
+    ) -> list[_Handle]:
+        self.batches.append(len(outputs))
+        return [self._reduce_scatter(*pair, group, op) for pair in zip(outputs, inputs, strict=True)]
 
     def _all_reduce(self, tensor: torch.Tensor, group: Any, op: str) -> _Handle:
         return self._issue("all_reduce", tensor, tensor, group, op)

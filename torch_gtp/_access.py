@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from . import _hooks, _linear
+from . import _freshness, _hooks, _linear
 from ._policy import cast_floats
 from ._state import ModuleState, RootState
 
@@ -115,7 +115,7 @@ def wrapped_class(base: type[nn.Module], names: tuple[str, ...], mixin: type | N
     def load_from_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         state = state_of(self)
         if state is not None:
-            _hooks.forget_held(state.root)
+            _freshness.forget_held(state.root)
         base._load_from_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def refuse_copy(self: nn.Module, *_: Any) -> NoReturn:

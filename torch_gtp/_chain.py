@@ -84,26 +84,33 @@ class Pass(Generic[T]):
         """Whether the last use was the last of the prediction."""
         return bool(self._predicted) and self._cursor == len(self._predicted)
 
-    def issue_ahead(self, budget: int, size_of: Callable[[T], int], issue: Callable[[T], bool]) -> None:
+    def issue_ahead(
+        self, budget: int, size_of: Callable[[T], int], issue: Callable[[list[T]], list[bool]], coalesce: int = 0
+    ) -> None:
         """Offer the coming items for prefetch, in order, while ``budget`` bytes allow; always at least one.
 
-        ``issue`` starts the gather and says whether it did (``False``: the item needs none, go on to the next);
-        it may raise ``StopIteration`` where the chain must not be followed further for now.
+        Neighbours that have at most ``coalesce`` bytes together are offered together. ``issue`` starts their gathers and
+        says for each whether it did (``False``: the item needs none). An answer that is too short means that the chain
+        must not be followed further for now.
         """
         predicted, end = self._predicted, len(self._predicted)
         while self._frontier < end:
-            item = predicted[self._frontier]
-            nbytes = size_of(item)
+            first = self._frontier
+            nbytes, last = size_of(predicted[first]), first + 1
+            if coalesce:
+                while last < end and (more := nbytes + size_of(predicted[last])) <= coalesce:
+                    nbytes, last = more, last + 1
             if self.outstanding and self.outstanding + nbytes > budget:
                 return
-            try:
-                issued = issue(item)
-            except StopIteration:
+            offered = predicted[first:last]
+            answers = issue(offered)
+            self._frontier += len(answers)
+            for item, issued in zip(offered, answers, strict=False):
+                if issued:
+                    self._ahead[item] = nbytes = size_of(item)
+                    self.outstanding += nbytes
+            if len(answers) < last - first:
                 return
-            self._frontier += 1
-            if issued:
-                self._ahead[item] = nbytes
-                self.outstanding += nbytes
 
     def arrived(self, item: T) -> None:
         """A prefetched item is used: its bytes leave the budget of the pass that issued it."""

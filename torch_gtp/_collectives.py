@@ -48,6 +48,13 @@ _start_scatter: Any = (
     getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 )
 _start_exchange: Any = getattr(dist.ProcessGroup, "all_to_all_single", None) or dist.ProcessGroup.alltoall_base
+_start_gathers: Any = (
+    getattr(dist.ProcessGroup, "all_gather_single_coalesced", None) or dist.ProcessGroup.allgather_into_tensor_coalesced
+)
+_start_scatters: Any = (
+    getattr(dist.ProcessGroup, "reduce_scatter_single_coalesced", None)
+    or dist.ProcessGroup.reduce_scatter_tensor_coalesced
+)
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Handle:
@@ -60,6 +67,20 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: 
     """Start reducing ``input`` over the group; this rank's part of it, in rank order, lands in ``output``."""
     handle: Handle = _start_scatter(group, output, input, _SCATTER_OPTIONS[op])
     return handle
+
+
+def all_gather_batch(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Handle]:
+    """``all_gather`` of several tensors of one dtype in one call. Returns a handle for each; the first wait is for all."""
+    handle: Handle = _start_gathers(group, outputs, inputs, _GATHER_OPTIONS)
+    return [handle] * len(outputs)
+
+
+def reduce_scatter_batch(
+    outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup, op: ReduceOp
+) -> list[Handle]:
+    """``reduce_scatter`` of several tensors of one dtype in one call. Returns a handle for each; the first wait is for all."""
+    handle: Handle = _start_scatters(group, outputs, inputs, _SCATTER_OPTIONS[op])
+    return [handle] * len(outputs)
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: ReduceOp) -> Handle:

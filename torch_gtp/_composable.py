@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _access, _collectives, _hooks
+from . import _access, _collectives, _freshness, _hooks
 from ._dtensor_layout import WeightLayout, axis_size, make_layout, replicate_axes
 from ._module import GTPModule
 from ._policy import GTP_AXIS, TP_AXIS, GTPPolicy, Plan, PlanReader, WeightPlan, small_numel_limit
@@ -372,7 +372,7 @@ class _OptimizerWatch:
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for root in list(self.roots):
-            _hooks.before_optimizer_step(root, optimizer)
+            _freshness.before_optimizer_step(root, optimizer)
 
 
 @functools.lru_cache(maxsize=1)

@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from ._replicate import make_buckets
 from ._state import ModuleState, ParamState, RootState
 
+COALESCE_ON_GPU = 8 * 2**20  # where a call's latency is a small part of its time: see docs/performance.md
+
 
 def initialize(root: RootState) -> None:
     """Units, buckets and the default lookahead of a root. All ranks come here in the same call."""
@@ -18,8 +20,12 @@ def initialize(root: RootState) -> None:
     _find_units(root, module)
     make_buckets(root)
     root.largest_bytes = max(root.full_bytes, default=0)
+    sharded = root.sharded()
+    if root.policy.coalesce_bytes is None:
+        on_gpu = bool(sharded) and sharded[0].layout.mesh.device_type != "cpu"
+        root.coalesce = COALESCE_ON_GPU if on_gpu else 0
     if root.policy.lookahead_bytes is None:
-        root.lookahead = block_bytes(root, module)
+        root.lookahead = max(block_bytes(root, module), 2 * root.coalesce)
     root.initialized = True
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -215,7 +215,7 @@ def take_turn(root: RootState, param: ParamState, frame: Frame, *, attach: bool)
             _runtime.issue_gather(root, param, direction, stored)
     walk.arrived(param.index)
     if root.prefetch:
-        walk.issue_ahead(root.lookahead, root.full_bytes.__getitem__, root.prefetchers[direction])
+        walk.issue_ahead(root.lookahead, root.full_bytes.__getitem__, root.prefetchers[direction], root.coalesce)
     if attach:
         if use.token is None:
             _make_landing_node(root, session, use)  # nobody foresaw it; still older than the next weight's
@@ -235,20 +235,22 @@ def _prepare_landings(root: RootState, session: Session, param: ParamState) -> N
     """Make the older nodes of coming uses. See [Note: one-step reduce deferral].
 
     The next weight's in any case. Another's only if the weights between here and it are together smaller than it is: in
-    backward its reduction would not fit behind theirs, so it lands one weight later.
+    backward its reduction would not fit behind theirs, so it lands one weight later. That of a weight whose reduction is
+    launched together with its neighbours' waits for theirs, and for another such call to hide behind.
     """
-    between = 0
+    between, reach = 0, 2 * root.coalesce
     for index in session.walk.upcoming():
         following = root.params[index]
         if following.unit is not param.unit:
             return  # a deferral may not leave the outer FSDP unit: its reduction would run before this gradient lands
-        wanted = between < following.full_bytes and following.pending_use is None
+        nbytes = following.full_bytes
+        wanted = between < (reach if nbytes <= root.coalesce else nbytes) and following.pending_use is None
         if wanted and following.current() is not None and following.param.requires_grad:
             following.pending_use = Use(root, following)
             _make_landing_node(root, session, following.pending_use)
             session.pending.append(following)
-        between += following.full_bytes
-        if between >= root.largest_bytes:
+        between += nbytes
+        if between >= root.largest_bytes and between >= reach:
             return
 
 
@@ -302,8 +304,9 @@ def _let_go(root: RootState, use: Use, *, failed: bool) -> None:
         return
     if not param.policy.reshard_after_forward:
         _runtime.hold(root, param, buffer, use.stored, explicit=False)
-    elif walk.foresees_end and root.prefetch:
-        # The last weight of the forward is the first of the backward that follows at once.
+    elif walk.foresees_end and root.prefetch and param.full_bytes <= root.lookahead:
+        # The last weight of the forward is the first of the backward that follows at once. A larger one than may be gathered
+        # ahead (a head over a large vocabulary) would stand beside the activations of the loss, where memory is tightest.
         _runtime.hold(root, param, buffer, use.stored, explicit=False)
         root.tail = param
 
@@ -337,29 +340,32 @@ def rematerialize(packed: PackedWeight) -> Tensor:
     return full
 
 
-def begin_backward_turn(
-    root: RootState, param: ParamState, stored: Tensor, value: object
-) -> tuple[BackwardPass, Tensor | None]:
-    """One weight's turn in the backward of a node of ours: gathers are issued, nothing is waited for.
+class BackwardTurn(NamedTuple):
+    """A weight's turn in the backward of a node of ours: gathers are issued, nothing is waited for yet."""
 
-    ``stored`` is what its forward used, ``value`` what ``ParamState.value_of`` said of it then.
-    """
+    running: BackwardPass
+    full: Tensor | None  # the weight, where it was kept
+    was_foreseen: bool  # else its gather has only just begun
+
+
+def begin_backward_turn(root: RootState, param: ParamState, stored: Tensor, value: object) -> BackwardTurn:
+    """``stored`` is what the weight's forward used, ``value`` what ``ParamState.value_of`` said of it then."""
+    assert param.gathers is not None
     _check_unchanged(param, stored, value)
     running = _backward_pass(root)
     assert running is not None, "a node's backward runs in a graph task"
     _end_passing(running, param)
     cached = running.cached.get(param.index)
     if cached is not None and cached[0] is stored:
-        return running, cached[1]
-    return running, _foresee(root, running, param, stored)
+        return BackwardTurn(running, cached[1], was_foreseen=True)
+    foreseen = param.gathers[Direction.BACKWARD].state is not GatherState.SHARDED
+    full = _foresee(root, running, param, stored)
+    return BackwardTurn(running, full, was_foreseen=foreseen or full is not None)
 
 
-def end_backward_turn(
-    root: RootState, param: ParamState, stored: Tensor, begun: tuple[BackwardPass, Tensor | None]
-) -> Tensor:
+def end_backward_turn(root: RootState, param: ParamState, stored: Tensor, turn: BackwardTurn) -> Tensor:
     """Wait for the weight. ``_runtime.release_backward`` lets it go."""
-    running, full = begun
-    return _arrive(root, running, param, stored, full)
+    return _arrive(root, turn.running, param, stored, turn.full)
 
 
 def _end_passing(running: BackwardPass, param: ParamState) -> None:
@@ -385,7 +391,8 @@ def _foresee(root: RootState, running: BackwardPass, param: ParamState, stored: 
             _runtime.issue_gather(root, param, Direction.BACKWARD, stored)
     walk.arrived(param.index)
     if root.prefetch:
-        walk.issue_ahead(root.lookahead, root.full_bytes.__getitem__, root.prefetchers[Direction.BACKWARD])
+        prefetcher = root.prefetchers[Direction.BACKWARD]
+        walk.issue_ahead(root.lookahead, root.full_bytes.__getitem__, prefetcher, root.coalesce)
     return full
 
 
@@ -475,17 +482,26 @@ def _check_unchanged(param: ParamState, stored: Tensor, value: object) -> None:
 # ---- prefetch
 
 
-def prefetch(root: RootState, direction: Direction, index: int) -> bool:
-    """Gather a weight ahead of its use; ``False`` where none is needed."""
-    param = root.params[index]
-    assert param.gathers is not None
-    if param.held is not None or param.gathers[direction].state is not GatherState.SHARDED:
-        return False
-    stored = param.current()
-    if stored is None:
-        raise StopIteration  # an outer FSDP unit still holds it sharded: not before that unit is entered
-    _runtime.issue_gather(root, param, direction, stored)
-    return True
+def prefetch(root: RootState, direction: Direction, indices: list[int]) -> list[bool]:
+    """Gather weights ahead of their use; ``False`` where none is needed. See ``Pass.issue_ahead``."""
+    answers: list[bool] = []
+    wanted: list[tuple[ParamState, Tensor]] = []
+    params = root.params
+    for index in indices:
+        param = params[index]
+        assert param.gathers is not None
+        needed = param.held is None and param.gathers[direction].state is GatherState.SHARDED
+        if needed and not (wanted and any(other is param for other, _ in wanted)):
+            stored = param.current()
+            if stored is None:
+                break  # an outer FSDP unit still holds it sharded: not before that unit is entered
+            wanted.append((param, stored))
+            answers.append(True)
+        else:
+            answers.append(False)
+    if wanted:
+        _runtime.issue_gathers(root, wanted, direction)
+    return answers
 
 
 # ---- wiring
@@ -495,43 +511,8 @@ def install(root: RootState) -> None:
     """Give a root the callables that its hot paths need, bound once and without a cycle back to it."""
     reference = weakref.ref(root)
 
-    def prefetcher(direction: Direction) -> Callable[[int], bool]:
-        return lambda index: prefetch(cast(RootState, reference()), direction, index)
+    def prefetcher(direction: Direction) -> Callable[[list[int]], list[bool]]:
+        return lambda indices: prefetch(cast(RootState, reference()), direction, indices)
 
     root.prefetchers = tuple(prefetcher(direction) for direction in Direction)
     root.hooks = SavedTensorHooks(root.by_storage, rematerialize)
-
-
-# ---- what ends the freshness of kept weights
-
-
-def forget_held(root: RootState) -> None:
-    """A load rewrites shards: no gathered copy may outlive it."""
-    _runtime.drop_all_held(root, explicit=True)
-
-
-def before_optimizer_step(root: RootState, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer is about to rewrite shards; it leaves no trace in their version counters."""
-    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    if not root.frames and torch._C._current_graph_task_id() == -1:  # a hook may step within the backward
-        abandon_backwards(root)
-    for identity, (reference, fqn) in root.originals.items():
-        if identity in stepped and reference() is not None:
-            raise ValueError(
-                f"{type(optimizer).__name__} holds {fqn} as it was before gtp_shard replaced it, and would train a tensor that "
-                "the model no longer uses; build the optimizer after gtp_shard, from model.parameters()"
-            )
-    touched = []
-    for param in root.params:
-        param.current()  # adopts what the model holds now
-        if id(param.param) in stepped:
-            touched.append(param)
-    for param in touched:
-        param.steps += 1
-        if param.held is not None:
-            _runtime.drop_held(root, param)
-    if any(param.gathered is not None for param in touched):
-        raise ValueError(
-            f"{type(optimizer).__name__}.step() inside gathered(): leaving it writes the gathered weights back over the "
-            "step; move the step out of the block"
-        )

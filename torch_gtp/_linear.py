@@ -93,6 +93,8 @@ class GTPLinear(Function):
         early = wants_weight and param.policy.wgrad_first and not torch.is_grad_enabled()
         if wants_input:
             turn = _hooks.begin_backward_turn(root, param, use.stored, ctx.value)
+            # A gather that nobody foresaw, the first of most backwards, has this GEMM to hide behind.
+            early = early or (wants_weight and not turn.was_foreseen and not torch.is_grad_enabled())
             if early:
                 _reduce_weight_gradient(use, grad, input)
             full = _hooks.end_backward_turn(root, param, use.stored, turn)

@@ -31,7 +31,11 @@ class GTPPolicy:
             dtype if ``None``).
         prefetch: gather weights ahead of their use, in the order seen before.
         lookahead_bytes: how many bytes of full weights may be gathered ahead of the one in use. ``None``:
-            one block's worth, found from the model. At least one weight is always gathered ahead.
+            one block's worth, found from the model, and no less than two coalesced calls. At least one weight is always
+            gathered ahead. The last weight of a forward is kept for the backward that follows if it has no more bytes.
+        coalesce_bytes: neighbouring weights of at most so many bytes when full are gathered in one call, up to so many
+            bytes together, and so are their gradients reduced: the latency of a call is paid once. ``None``: 8 MiB on a
+            GPU (see docs/performance.md), 0 (a call per weight) elsewhere.
         reduction: ``"mean"`` averages a gradient over every rank that computed it on other data (what
             DDP does); ``"sum"`` adds (for losses summed over tokens and divided by a global count).
         async_reduction: ``False`` waits for each gradient reduction where it starts (for debugging).
@@ -55,6 +59,7 @@ class GTPPolicy:
     mp: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     prefetch: bool = True
     lookahead_bytes: int | None = None
+    coalesce_bytes: int | None = None
     reduction: Literal["mean", "sum"] = "mean"
     async_reduction: bool = True
     wgrad_first: bool = False
@@ -70,7 +75,7 @@ class GTPPolicy:
         for name in ("prefetch", "async_reduction", "wgrad_first", "reshard_after_forward", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"GTPPolicy({name}=...): expected a bool, got {getattr(self, name)!r}")
-        for name in ("lookahead_bytes", "min_shard_numel"):
+        for name in ("lookahead_bytes", "coalesce_bytes", "min_shard_numel"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise TypeError(f"GTPPolicy({name}=...): expected an int or None, got {value!r}")

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from . import _buffers, _collectives
 from ._chain import Direction
-from ._state import GatherState, Held, Landing, ParamState, RootState, Use, local_shard, version_of
+from ._state import (
+    GatherState,
+    Held,
+    Landing,
+    ParamState,
+    ReduceQueue,
+    ReduceState,
+    RootState,
+    Use,
+    local_shard,
+    version_of,
+)
 
 _REDUCE_CODE, _END_CODE = 3, 4
 _CODE_NAMES = ("forward gather", "backward gather", "recompute gather", "gradient reduction", "end of pass")
@@ -16,23 +29,53 @@ _CODE_NAMES = ("forward gather", "backward gather", "recompute gather", "gradien
 def issue_gather(root: RootState, param: ParamState, direction: Direction, stored: Tensor) -> None:
     """Start gathering the shards of ``stored`` for ``direction``: SHARDED -> GATHERING."""
     assert param.gathers is not None and param.group is not None
+    buffer, source = _prepare_gather(root, param, direction, stored)
+    gather = param.gathers[direction]
+    with param.gather_label:
+        gather.handle = _collectives.all_gather(buffer, source, param.group)
+    gather.move(GatherState.GATHERING)
+    gather.buffer, gather.source, gather.stored = buffer, source, stored
+    root.in_flight[direction][param.index] = param
+
+
+def issue_gathers(root: RootState, wanted: list[tuple[ParamState, Tensor]], direction: Direction) -> None:
+    """``issue_gather`` for several weights and what is stored of each, in as few calls as there are groups and dtypes."""
+    if len(wanted) == 1:
+        issue_gather(root, wanted[0][0], direction, wanted[0][1])
+        return
+    batches: dict[tuple[object, torch.dtype], list[tuple[ParamState, Tensor, Tensor, Tensor]]] = {}
+    for param, stored in wanted:
+        buffer, source = _prepare_gather(root, param, direction, stored)
+        batches.setdefault((param.group, buffer.dtype), []).append((param, stored, buffer, source))
+    for batch in batches.values():
+        first = batch[0][0]
+        assert first.group is not None
+        with first.gather_label:
+            handles = _collectives.all_gather_batch(
+                [item[2] for item in batch], [item[3] for item in batch], first.group
+            )
+        for (param, stored, buffer, source), handle in zip(batch, handles, strict=True):
+            assert param.gathers is not None
+            gather = param.gathers[direction]
+            gather.move(GatherState.GATHERING)
+            gather.buffer, gather.source, gather.stored, gather.handle = buffer, source, stored, handle
+            root.in_flight[direction][param.index] = param
+
+
+def _prepare_gather(root: RootState, param: ParamState, direction: Direction, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """The buffer that a gather will write, and what this rank sends."""
+    assert param.gathers is not None
     gather = param.gathers[direction]
     shard = local_shard(stored)
     if root.check:
         compare_ranks(param, direction)
     if gather.state is not GatherState.SHARDED:
         gather.move(GatherState.GATHERING)  # raises; the move itself waits until nothing can fail any more
-    dtype = param.wire_dtype
+    dtype = param.compute_dtype or param.param.dtype
     buffer = _buffers.allocate(param.layout.gathered_shape, dtype, shard.device)
     if shard is param.sendable and shard.dtype == dtype:
-        source = shard
-    else:
-        source = _source_of_gather(param, shard, buffer)
-    with param.gather_label:
-        gather.handle = _collectives.all_gather(buffer, source, param.group)
-    gather.move(GatherState.GATHERING)
-    gather.buffer, gather.source, gather.stored = buffer, source, stored
-    root.in_flight[direction][param.index] = param
+        return buffer, shard
+    return buffer, _source_of_gather(param, shard, buffer)
 
 
 def _source_of_gather(param: ParamState, shard: Tensor, buffer: Tensor) -> Tensor:
@@ -144,19 +187,48 @@ def drop_all_held(root: RootState, *, explicit: bool) -> None:
 
 
 def issue_reduce(use: Use, chunks: Tensor) -> None:
-    """Start reduce-scattering a full weight gradient, laid out by ``chunks_from_full``. It is only read."""
-    param = use.param
+    """Start reduce-scattering a full weight gradient, laid out by ``chunks_from_full``. It is only read.
+
+    A small one may wait for its neighbours: until they are enough for one call, or one of them is to land.
+    """
+    root, param = use.root, use.param
     assert param.group is not None
-    if use.root.check:
+    if root.check:
         compare_ranks(param, _REDUCE_CODE)
-    out = chunks.new_empty(param.layout.chunk_shape)
-    with param.reduce_label:
-        handle = _collectives.reduce_scatter(out, chunks, param.group, param.policy.reduce_op)
-    landing = Landing(handle, out, chunks)
+    landing = Landing(param, chunks.new_empty(param.layout.chunk_shape), chunks)
     use.launched().append(landing)
-    use.root.reducing[landing] = param
+    root.reducing[landing] = param
+    if param.full_bytes <= root.coalesce and param.policy.async_reduction:
+        key = (param.group, param.policy.reduce_op, chunks.dtype)
+        queue = root.queues.get(key)
+        if queue is None:
+            queue = root.queues[key] = ReduceQueue()
+        landing.queue = queue
+        queue.landings.append(landing)
+        queue.nbytes += param.full_bytes
+        if queue.nbytes >= root.coalesce:
+            launch_queue(queue)
+        return
+    with param.reduce_label:
+        landing.handle = _collectives.reduce_scatter(landing.out, chunks, param.group, param.policy.reduce_op)
+    landing.move(ReduceState.LAUNCHED)
     if not param.policy.async_reduction:
-        _wait(handle, param, _CODE_NAMES[_REDUCE_CODE])
+        _wait(landing.handle, param, _CODE_NAMES[_REDUCE_CODE])
+
+
+def launch_queue(queue: ReduceQueue) -> None:
+    """Start the reductions of a queue in one call: QUEUED -> LAUNCHED."""
+    landings, queue.landings, queue.nbytes = queue.landings, [], 0
+    first = landings[0].param
+    assert first.group is not None
+    outputs, sources = [landing.out for landing in landings], [landing.source for landing in landings]
+    with first.reduce_label:
+        handles = _collectives.reduce_scatter_batch(
+            outputs, cast("list[Tensor]", sources), first.group, first.policy.reduce_op
+        )
+    for landing, handle in zip(landings, handles, strict=True):
+        landing.handle, landing.queue = handle, None
+        landing.move(ReduceState.LAUNCHED)
 
 
 def land_gradient(use: Use) -> Tensor | None:
@@ -166,9 +238,11 @@ def land_gradient(use: Use) -> Tensor | None:
         if isinstance(landing, Tensor):
             shard = landing
         else:
+            if landing.queue is not None:
+                launch_queue(landing.queue)
             # Closes two hazards: reading the output before it is written, and freeing the input while it is read.
             _wait(landing.handle, use.param, _CODE_NAMES[_REDUCE_CODE])
-            landing.move_to_landed(use.param.fqn)
+            landing.move(ReduceState.LANDED)
             use.root.reducing.pop(landing, None)
             landing.source = landing.handle = None
             shard = use.param.layout.shard_from_chunk(landing.out)
@@ -189,6 +263,7 @@ def abandon_reductions(root: RootState) -> None:
         if reduction.handle is not None:
             _wait(reduction.handle, param, _CODE_NAMES[_REDUCE_CODE])
         reduction.handle = reduction.source = None
+    root.queues.clear()
 
 
 def compare_ranks(param: ParamState | None, code: int, *, group_of: ParamState | None = None) -> None:

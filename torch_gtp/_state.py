@@ -48,8 +48,14 @@ _GATHER_MOVES = frozenset(
 class ReduceState(IntEnum):
     """Where the reduction of one use's gradient stands."""
 
-    LAUNCHED = 0  # a collective reads its input and writes the shard's gradient
-    LANDED = 1  # the shard's gradient was handed to autograd
+    QUEUED = 0  # waits for its neighbours: one call will reduce them all
+    LAUNCHED = 1  # a collective reads its input and writes the shard's gradient
+    LANDED = 2  # the shard's gradient was handed to autograd
+
+
+_REDUCE_MOVES = frozenset(
+    {(ReduceState.QUEUED, ReduceState.LAUNCHED), (ReduceState.LAUNCHED, ReduceState.LANDED)}
+)  # fmt: skip
 
 
 class Gather:
@@ -74,18 +80,30 @@ class Gather:
 class Landing:
     """One gradient reduction in flight. ``source`` stays alive until the wait: the collective reads it."""
 
-    __slots__ = ("handle", "out", "source", "state")
+    __slots__ = ("handle", "out", "param", "queue", "source", "state")
 
-    def __init__(self, handle: _collectives.Handle | None, out: Tensor, source: Tensor | None):
-        self.handle = handle
+    def __init__(self, param: ParamState, out: Tensor, source: Tensor):
+        self.param = param
         self.out = out
-        self.source = source
-        self.state = ReduceState.LAUNCHED
+        self.source: Tensor | None = source
+        self.handle: _collectives.Handle | None = None
+        self.queue: ReduceQueue | None = None
+        self.state = ReduceState.QUEUED
 
-    def move_to_landed(self, name: str) -> None:
-        if self.state is not ReduceState.LAUNCHED:
-            raise RuntimeError(f"{name}: reduce state {self.state.name} -> LANDED is not allowed")
-        self.state = ReduceState.LANDED
+    def move(self, to: ReduceState) -> None:
+        if (self.state, to) not in _REDUCE_MOVES:
+            raise RuntimeError(f"{self.param.fqn}: reduce state {self.state.name} -> {to.name} is not allowed")
+        self.state = to
+
+
+class ReduceQueue:
+    """Reductions that one call will launch: of one group, operator and dtype."""
+
+    __slots__ = ("landings", "nbytes")
+
+    def __init__(self) -> None:
+        self.landings: list[Landing] = []
+        self.nbytes = 0
 
 
 class Held(NamedTuple):
@@ -342,9 +360,10 @@ class RootState:
         self.originals: dict[int, tuple[weakref.ref[Any], str]] = {}  # tensors replaced by sharding
         self.initialized = False
         self.lookahead = policy.lookahead_bytes or 0
+        self.coalesce = policy.coalesce_bytes or 0
         self.largest_bytes = 0
         self.full_bytes: list[int] = []
-        self.prefetchers: tuple[Callable[[int], bool], ...] = ()
+        self.prefetchers: tuple[Callable[[list[int]], list[bool]], ...] = ()
         self.hooks: SavedTensorHooks | None = None
         self.wrap_reader: Callable[[nn.Module], None] = _not_installed
         self.token_grads: dict[torch.device, Tensor] = {}
@@ -358,6 +377,7 @@ class RootState:
         # gathers in flight, by direction; gradient reductions in flight
         self.in_flight: tuple[dict[int, ParamState], ...] = ({}, {}, {})
         self.reducing: dict[Any, ParamState] = {}
+        self.queues: dict[tuple[object, str, torch.dtype], ReduceQueue] = {}
         self.chains: Chains[int] = Chains()
         self.tail: ParamState | None = None
         self.keepers: dict[int, ParamState] = {}  # parameters with a held buffer

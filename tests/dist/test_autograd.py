@@ -62,7 +62,7 @@ def test_a_reduction_lands_after_the_next_one_is_launched(rank, world):
 
 @on_ranks(2)
 def test_the_next_weight_is_gathered_before_this_one_is_waited_for(rank, world):
-    model = shard(MLP(8, 8, 8, 8, bias=False), lookahead_bytes=0)
+    model = shard(MLP(8, 8, 8, 8, bias=False), lookahead_bytes=8 * 8 * 4)
     for _ in range(2):
         model(randn(4, 8)).sum().backward()
     with events() as log:

@@ -141,7 +141,7 @@ def test_a_frozen_bias_or_input_leaves_the_rest(rank, world):
 
 @on_ranks(2)
 def test_the_weight_gradient_may_come_first(rank, world):
-    model = shard(MLP(8, 8, 8, 8, bias=False), wgrad_first=True, lookahead_bytes=0)
+    model = shard(MLP(8, 8, 8, 8, bias=False), wgrad_first=True, lookahead_bytes=8 * 8 * 4)
     x = randn(4, 8, seed=rank).requires_grad_()
     for _ in range(2):
         model(x).sum().backward()
@@ -153,6 +153,24 @@ def test_the_weight_gradient_may_come_first(rank, world):
         *("gather 2.weight", "launch 4.weight"),
         *("gather 0.weight", "launch 2.weight", "wait 2.weight", "land 4.weight"),
         *("launch 0.weight", "wait 0.weight", "land 2.weight", "land 0.weight"),
+    ]
+
+
+@on_ranks(2)
+def test_a_gather_that_nobody_foresaw_hides_behind_the_weight_gradient(rank, world):
+    """A last weight that is larger than what may be gathered ahead is not kept: it is the first of the backward."""
+    model = shard(MLP(8, 8, 8, 16, bias=False), lookahead_bytes=8 * 8 * 4)
+    x = randn(4, 8, seed=rank).requires_grad_()
+    for _ in range(2):
+        model(x).sum().backward()
+    loss = model(x).sum()
+    with events() as log:
+        loss.backward()
+    assert log == [
+        *("gather 4.weight", "gather 2.weight", "launch 4.weight", "wait 4.weight"),
+        *("gather 0.weight", "wait 2.weight", "launch 2.weight"),
+        # The large weight's reduction has the backward of two small ones to hide behind.
+        *("wait 0.weight", "launch 0.weight", "land 4.weight", "land 2.weight", "land 0.weight"),
     ]
 
 

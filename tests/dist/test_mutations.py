@@ -183,7 +183,7 @@ def drain_without_wait():
 
 
 def step_unnoticed():
-    return without("_hooks", "before_optimizer_step")
+    return without("_freshness", "before_optimizer_step")
 
 
 def write_unnoticed():
@@ -192,7 +192,7 @@ def write_unnoticed():
 
 def load_unnoticed():
     stack = contextlib.ExitStack()
-    stack.enter_context(without("_hooks", "forget_held"))
+    stack.enter_context(without("_freshness", "forget_held"))
     stack.enter_context(write_unnoticed())
     return stack
 

@@ -36,10 +36,12 @@ class Delays:
     optimizer: bool = False
     overtaking_gathers: bool = False  # a mutation: gathers do not wait for the stream that they are issued on
     overtaking_reductions: bool = False  # likewise
+    cycles: int = LATE
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        originals = {name: getattr(_collectives, name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+        names = ("all_gather", "reduce_scatter", "all_reduce", "all_gather_batch", "reduce_scatter_batch")
+        originals = {name: getattr(_collectives, name) for name in names}
         sides = {name: torch.cuda.Stream() for name in originals} if is_cuda() else {}
 
         def late(name: str, is_late: bool, overtakes: bool) -> Callable[..., Any]:
@@ -55,7 +57,7 @@ class Delays:
                         side.wait_stream(torch.cuda.current_stream())
                     with torch.cuda.stream(side):
                         if is_late:
-                            torch.cuda._sleep(LATE)
+                            torch.cuda._sleep(self.cycles)
                         handle = originals[name](output, *args)
                 for tensor in tensors:
                     _pressure(tensor)
@@ -66,6 +68,17 @@ class Delays:
         _collectives.all_gather = late("all_gather", self.gather, self.overtaking_gathers)
         _collectives.reduce_scatter = late("reduce_scatter", self.reduce, self.overtaking_reductions)
         _collectives.all_reduce = late("all_reduce", self.reduce, False)
+
+        # One call for several tensors is as late as the first of them: they share its stream.
+        def batch(name: str) -> Callable[..., Any]:
+            def issue(outputs: list[Tensor], inputs: list[Tensor], *args: Any) -> list[Any]:
+                one = getattr(_collectives, name)
+                return [one(output, source, *args) for output, source in zip(outputs, inputs, strict=True)]
+
+            return issue
+
+        _collectives.all_gather_batch = batch("all_gather")
+        _collectives.reduce_scatter_batch = batch("reduce_scatter")
         Slow.enabled = self.compute
         try:
             yield

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch_gtp import _collectives
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
+BATCHES = {"all_gather_batch": "all_gather", "reduce_scatter_batch": "reduce_scatter"}  # each tensor counts
 
 
 class Recorder:
@@ -24,7 +25,7 @@ class Recorder:
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> Recorder:
-        for op in OPS:
+        for op in (*OPS, *BATCHES):
             self._originals[op] = getattr(_collectives, op)
             setattr(_collectives, op, self._recording(op, self._originals[op]))
         return self
@@ -34,13 +35,20 @@ class Recorder:
             setattr(_collectives, op, original)
 
     def _recording(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(first: Tensor, second: Any, *others: Any) -> Any:
-            larger = second if op == "reduce_scatter" else first
+        def note(kind: str, first: Tensor, second: Tensor) -> None:
+            larger = second if kind == "reduce_scatter" else first
             nbytes = larger.numel() * larger.element_size()
-            self.calls.append((op, nbytes))
-            if op == "all_gather":
+            self.calls.append((kind, nbytes))
+            if kind == "all_gather":
                 self._gathered.append((StorageWeakRef(first.untyped_storage()), nbytes))
                 self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+
+        def call(first: Any, second: Any, *others: Any) -> Any:
+            if op in BATCHES:
+                for pair in zip(first, second, strict=True):
+                    note(BATCHES[op], *pair)
+            else:
+                note(op, first, second)
             return original(first, second, *others)
 
         return call

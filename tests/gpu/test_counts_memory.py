@@ -20,7 +20,7 @@ def deep(**policy) -> nn.Module:
     """Equal weights; an activation is small beside one."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=device()) for _ in range(LAYERS)))
-    return gtp_shard(layers, mesh("gtp"), policy=GTPPolicy(**policy))
+    return gtp_shard(layers, mesh("gtp"), policy=GTPPolicy(coalesce_bytes=0, **policy))
 
 
 def rows() -> torch.Tensor:

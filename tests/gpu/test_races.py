@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from tests.gpu.delays import Delays, SideLinear, SlowLinear, on_device
+from tests.gpu.delays import LATE, Delays, SideLinear, SlowLinear, on_device
 from tests.gpu.ranks import cases, device, everyones, mesh, needs_cuda, same_bits, synchronize, together
 from torch_gtp import GTPPolicy, _buffers, _replicate, _runtime, gtp_shard
 
 STEPS = 3
+# Longer than the host takes to come to the reader
+VERY_LATE_GATHERS = Delays(gather=True, cycles=20 * LATE)
+VERY_LATE_REDUCTIONS = Delays(reduce=True, cycles=20 * LATE)
 ROWS = 64
 
 
@@ -57,6 +60,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "far-ahead": {"lookahead_bytes": 1 << 30},
     "cast": {"mp": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "kept": {"reshard_after_forward": False},
+    "one-call-each": {"coalesce_bytes": 0},
 }
 DELAYS = {
     "nothing": Delays(),
@@ -152,9 +156,9 @@ def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[
         setattr(owner, name, original)
 
 
-def without_wait(kind: str) -> Any:
+def without_wait(*kinds: str) -> Any:
     def wait(original: Any, handle: Any, param: Any, what: str) -> None:
-        if kind not in what:
+        if not any(kind in what for kind in kinds):
             original(handle, param, what)
 
     return patched(_runtime, "_wait", wait)
@@ -190,10 +194,19 @@ def one_buffer_per_shape() -> Any:
 
 
 MUTATIONS: dict[str, tuple[Callable[[], Any], Delays]] = {
-    "a forward does not wait for its gather": (lambda: without_wait("forward gather"), Delays(gather=True)),
-    "a backward does not wait for its gather": (lambda: without_wait("backward gather"), Delays(gather=True)),
-    "a gradient does not wait for its reduction": (lambda: without_wait("gradient reduction"), Delays(reduce=True)),
-    "a bucket does not wait for its reduction": (lambda: without_wait("replicate axes"), Delays(reduce=True)),
+    "a forward does not wait for its gather": (
+        lambda: without_wait("forward gather"),
+        VERY_LATE_GATHERS,
+    ),
+    "a backward does not wait for its gather": (
+        lambda: without_wait("backward gather"),
+        VERY_LATE_GATHERS,
+    ),
+    # One communicator runs one after the other: a wait for the last of them is a wait for all, so none may be left.
+    "gradients do not wait for their reductions": (
+        lambda: without_wait("gradient reduction", "replicate axes"),
+        VERY_LATE_REDUCTIONS,
+    ),
     "a reduction's input is reused at once": (reduce_input_reused, Delays(reduce=True)),
     "a bucket is reused at once": (bucket_reused, Delays(reduce=True)),
     "a buffer is recycled while it is read": (one_buffer_per_shape, Delays(compute=True)),
@@ -215,14 +228,14 @@ def test_removing_an_edge_changes_bits(mutation):
     mutate, delays = MUTATIONS[mutation]
     # nn.Linear may take a path of its own through the library; it has no slow GEMMs.
     for model in ["same-shapes"] if delays.compute else ["same-shapes", "linear"]:
-        calm = train(*MODELS[model], {})
+        calm = train(*MODELS[model], POLICIES["one-call-each"])
         # The edge alone makes the difference: with it, the same delays change nothing.
         whole = replace(delays, overtaking_gathers=False, overtaking_reductions=False)
-        found = train(*MODELS[model], {}, whole)
+        found = train(*MODELS[model], POLICIES["one-call-each"], whole)
         assert same_bits(calm, found), f"{model}, not mutated: {unlike(calm, found)}"
         with mutate():
             try:
-                noticed = not same_bits(calm, train(*MODELS[model], {}, delays))
+                noticed = not same_bits(calm, train(*MODELS[model], POLICIES["one-call-each"], delays))
             except (RuntimeError, ValueError, KeyError, AssertionError):
                 noticed = True  # the library's own checks came first
             synchronize()

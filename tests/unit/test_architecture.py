@@ -18,7 +18,7 @@ PACKAGE = Path(torch_gtp.__file__).parent
 # From the bottom up. A module imports only from modules that stand before it.
 ORDER = [
     "_policy", "_dtensor_layout", "_collectives", "_buffers", "_chain", "_state", "_runtime", "_autograd",
-    "_replicate", "_first_call", "_hooks", "_linear", "_access", "_tp_styles", "_module", "_composable",
+    "_replicate", "_first_call", "_hooks", "_linear", "_freshness", "_access", "_tp_styles", "_module", "_composable",
     "_init", "_mesh", "clip", "debug",
     "optim._newton_schulz", "optim._plan", "optim._pipeline", "optim._groups", "optim._muon", "optim",
     "checkpoint._files", "checkpoint._safetensors", "checkpoint._dcp", "checkpoint._hf", "checkpoint",

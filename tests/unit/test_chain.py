@@ -22,17 +22,23 @@ def next_of(walk):
 class Walker:
     """A pass as the library runs it: a weight is gathered at its use unless somebody foresaw it."""
 
-    def __init__(self, chains, budget=1, sizes=None, direction=FORWARD):
+    def __init__(self, chains, budget=1, sizes=None, direction=FORWARD, coalesce=0):
         self.walk = Pass(chains, direction)
         self.budget, self.sizes = budget, sizes or {}
         self.in_flight: dict[str, bool] = {}  # item -> gathered ahead of its use
         self.on_demand: list[str] = []
         self.foreseen: list[str] = []
+        self.coalesce = coalesce
+        self.calls: list[str] = []
 
     def size(self, item):
         return self.sizes.get(item, 1)
 
-    def issue(self, item):
+    def issue(self, items):
+        self.calls.append("".join(map(str, items)))
+        return [self._issue(item) for item in items]
+
+    def _issue(self, item):
         if item in self.in_flight:
             return False
         self.in_flight[item] = True
@@ -46,7 +52,7 @@ class Walker:
             self.on_demand.append(item)
             self.in_flight[item] = False
         self.walk.arrived(item)
-        self.walk.issue_ahead(self.budget, self.size, self.issue)
+        self.walk.issue_ahead(self.budget, self.size, self.issue, self.coalesce)
         self.check()
         del self.in_flight[item]
 
@@ -56,7 +62,7 @@ class Walker:
         if self.in_flight.get(used_now):
             ahead.remove(self.size(used_now))
         assert self.walk.outstanding == sum(ahead)
-        assert self.walk.outstanding <= max([self.budget, *ahead])
+        assert self.walk.outstanding <= max([self.budget, self.coalesce, *ahead])
 
     def run(self, order):
         for item in order:
@@ -180,9 +186,9 @@ def test_an_item_that_needs_no_gather_costs_nothing_and_is_passed_over():
     Walker(chains).run("abcd")
     walk, offered = Pass(chains, FORWARD), []
 
-    def issue(item):
-        offered.append(item)
-        return item != "b"
+    def issue(items):
+        offered.extend(items)
+        return [item != "b" for item in items]
 
     walk.advance("a")
     walk.issue_ahead(1, lambda item: 1, issue)
@@ -198,10 +204,8 @@ def test_an_item_that_may_not_be_gathered_yet_ends_the_lookahead_until_the_next_
     Walker(chains).run("abc")
     walk, open_to = Pass(chains, FORWARD), ["b"]
 
-    def issue(item):
-        if item not in open_to:
-            raise StopIteration
-        return True
+    def issue(items):
+        return [True for item in items if item in open_to]
 
     walk.advance("a")
     walk.issue_ahead(10, lambda item: 1, issue)
@@ -214,13 +218,44 @@ def test_an_item_that_may_not_be_gathered_yet_ends_the_lookahead_until_the_next_
     assert next_of(walk) == "c"
 
 
+def test_small_neighbours_are_offered_together():
+    chains: Chains[str] = Chains()
+    sizes = {"d": 7}
+    Walker(chains, sizes=sizes).run("abcdefgh")
+    walker = Walker(chains, budget=6, sizes=sizes, coalesce=3)
+    walker.run("abcdefgh")
+    # bc fits three bytes, d alone is larger; the budget of six holds what was offered and not yet used.
+    assert walker.calls == ["bc", "d", "efg", "h"]
+    assert walker.on_demand == ["a"]
+
+
+def test_a_call_that_may_not_be_made_whole_ends_the_lookahead():
+    chains: Chains[str] = Chains()
+    Walker(chains).run("abcde")
+    walk, offered = Pass(chains, FORWARD), []
+
+    def issue(items):
+        offered.append("".join(items))
+        return [True for item in items if item in open_to]
+
+    open_to = "b"
+    walk.advance("a")
+    walk.issue_ahead(10, lambda item: 1, issue, 3)
+    assert (offered, walk.outstanding) == (["bcd"], 1)
+    open_to = "bcde"
+    walk.advance("b")
+    walk.arrived("b")
+    walk.issue_ahead(10, lambda item: 1, issue, 3)
+    assert (offered, walk.outstanding) == (["bcd", "cde"], 3)
+
+
 def test_an_item_is_never_offered_twice_for_one_use():
     chains: Chains[str] = Chains()
     Walker(chains).run("abc")
     walk, offered = Pass(chains, FORWARD), []
     walk.advance("a")
     for _ in range(3):
-        walk.issue_ahead(10, lambda item: 1, lambda item: offered.append(item) or True)
+        walk.issue_ahead(10, lambda item: 1, lambda items: [offered.append(item) or True for item in items])
     assert offered == ["b", "c"]
 
 

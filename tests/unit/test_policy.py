@@ -40,14 +40,14 @@ def test_switches_take_bools_only(name, value):
         GTPPolicy(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["lookahead_bytes", "min_shard_numel"])
+@pytest.mark.parametrize("name", ["lookahead_bytes", "coalesce_bytes", "min_shard_numel"])
 @pytest.mark.parametrize("value", [1.5, True, "3"])
 def test_numbers_take_ints_only(name, value):
     with refuses(TypeError, f"GTPPolicy({name}=...)", "expected an int or None", repr(value)):
         GTPPolicy(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["lookahead_bytes", "min_shard_numel"])
+@pytest.mark.parametrize("name", ["lookahead_bytes", "coalesce_bytes", "min_shard_numel"])
 def test_numbers_are_not_negative(name):
     assert getattr(GTPPolicy(**{name: 0}), name) == 0
     with refuses(ValueError, f"GTPPolicy({name}=...)", "non-negative", "-1"):

@@ -54,13 +54,16 @@ def test_a_gather_starts_sharded_and_empty():
     assert (gather.state, gather.buffer, gather.source, gather.handle) == (SHARDED, None, None, None)
 
 
-def test_a_reduction_lands_once():
-    landing = Landing(None, torch.zeros(1), torch.zeros(2))
-    assert landing.state is ReduceState.LAUNCHED
-    landing.move_to_landed("head.weight")
-    assert landing.state is ReduceState.LANDED
-    with pytest.raises(RuntimeError, match=r"head\.weight: reduce state LANDED -> LANDED is not allowed"):
-        landing.move_to_landed("head.weight")
+def test_a_reduction_lands_once(world):
+    _, root = two_weights()
+    landing = Landing(root.params[0], torch.zeros(1), torch.zeros(2))
+    assert landing.state is ReduceState.QUEUED
+    with pytest.raises(RuntimeError, match=r"0\.weight: reduce state QUEUED -> LANDED is not allowed"):
+        landing.move(ReduceState.LANDED)
+    landing.move(ReduceState.LAUNCHED)
+    landing.move(ReduceState.LANDED)
+    with pytest.raises(RuntimeError, match=r"0\.weight: reduce state LANDED -> LANDED is not allowed"):
+        landing.move(ReduceState.LANDED)
 
 
 def two_weights(**policy):
