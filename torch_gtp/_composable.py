@@ -171,7 +171,7 @@ def _decide(item: _Found, default_mesh: DeviceMesh, reader: PlanReader, limit: i
     tp_spec = _tensor_parallel_spec(fqn, tensor, mesh)
     _check_tensor(fqn, tensor, mesh)
     tp_shape = tensor._local_tensor.shape if isinstance(tensor, DTensor) else tensor.shape
-    shard_dim, reason = _choose_dim(fqn, torch.Size(tp_shape), plan, limit)
+    shard_dim, reason = _choose_dim(fqn, _largest_slice(tensor, mesh), plan, limit)
     if shard_dim is not None and axis_size(mesh, GTP_AXIS) == 1:
         shard_dim = None  # nothing to gather
     item.layout = make_layout(mesh, tensor.shape, tensor.dtype, shard_dim, tp_spec)
@@ -181,6 +181,14 @@ def _decide(item: _Found, default_mesh: DeviceMesh, reader: PlanReader, limit: i
             f"{tensor.shape} and {tp_spec}; split it by torch.chunk's rule"
         )
     return reason
+
+
+def _largest_slice(tensor: nn.Parameter, mesh: DeviceMesh) -> torch.Size:
+    """The shape that decides whether a weight is sharded: the same on all ranks, also where ``tp`` splits it unevenly."""
+    shape = list(tensor.shape)
+    if isinstance(tensor, DTensor) and isinstance(placement := tensor.placements[0], Shard):
+        shape[placement.dim] = -(-shape[placement.dim] // axis_size(mesh, TP_AXIS))
+    return torch.Size(shape)
 
 
 def _choose_dim(fqn: str, shape: torch.Size, plan: WeightPlan, limit: int) -> tuple[int | None, str | None]:

@@ -452,3 +452,17 @@ def test_outputs_and_inputs_are_cast_as_the_policy_says(rank, world):
     with pytest.raises(RuntimeError, match="dtype"):
         uncast(randn(4, 6))
     assert relative_error(model(randn(4, 6)), MLP()(randn(4, 6))) > 0
+
+
+@on_ranks(4)
+def test_ranks_with_fewer_rows_of_a_tensor_parallel_weight_shard_the_same_weights(rank, world):
+    """The smaller slice of 5 rows over tp has 2 x 8 elements, below the limit of 20 that the larger one reaches."""
+    mesh = cached_mesh((2, 2), ("tp", "gtp_remat"))
+    model = nn.Sequential(nn.Linear(8, 5, bias=False), nn.Linear(8, 1, bias=False), nn.Linear(8, 8, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": ColwiseParallel()})
+    shard(model, mesh, min_shard_numel=20)
+    placements = [tuple(map(str, param.placements)) for param in model.parameters()]
+    everyones = [None] * world
+    dist.all_gather_object(everyones, placements)
+    assert everyones == [placements] * world
+    assert [param.placements[1].is_shard() for param in model.parameters()] == [True, False, True]
