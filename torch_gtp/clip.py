@@ -138,8 +138,7 @@ def _is_counted_here(grad: Tensor) -> bool:
     coordinate = grad.device_mesh.get_coordinate()
     assert coordinate is not None
     return all(
-        index == 0 or not placement.is_replicate()
-        for index, placement in zip(coordinate, grad.placements, strict=True)
+        index == 0 or not placement.is_replicate() for index, placement in zip(coordinate, grad.placements, strict=True)
     )
 
 
