@@ -93,7 +93,10 @@ class Split:
         """Raises where the mesh of parts would hold other rows than the parameter does."""
         local = param._local_tensor
         whole = _box(param.shape, where.mesh, where.placements(param, split=False))
-        if whole != _box(param.shape, param.device_mesh, param.placements) or whole[0] != tuple(local.shape):
+        # Offsets of strided shards are not comparable; only gtp_shard makes them here, nested as tp, then gtp_remat.
+        is_strided = any(isinstance(placement, _StridedShard) for placement in param.placements)
+        known = whole if is_strided else _box(param.shape, param.device_mesh, param.placements)
+        if whole != known or whole[0] != tuple(local.shape):
             raise ValueError(
                 f"{name}: laid out as {param.placements} on axes {param.device_mesh.mesh_dim_names}, which does not nest as "
                 "tp, then gtp_remat; shard it with gtp_shard, or give it an optimizer of its own"
