@@ -5,7 +5,9 @@ from ._init import materialize_meta
 from ._mesh import build_mesh
 from ._module import GTPModule
 from ._policy import GTPPolicy, WeightPlan
-from .clip import clip_grad_norm_
+from .clip import clip_grad_norm_, grad_norm
 
-__all__ = ["GTPModule", "GTPPolicy", "WeightPlan", "build_mesh", "clip_grad_norm_", "gtp_shard", "materialize_meta"]
+__all__ = [
+    "GTPModule", "GTPPolicy", "WeightPlan", "build_mesh", "clip_grad_norm_", "grad_norm", "gtp_shard", "materialize_meta",
+]  # fmt: skip
 __version__ = "0.1.0"

@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-ReduceOp = Literal["avg", "sum"]
+ReduceOp = Literal["avg", "sum", "max"]
 
 
 class Handle(Protocol):
@@ -25,7 +25,7 @@ class Handle(Protocol):
     def wait(self) -> Any: ...
 
 
-_OPS = MappingProxyType({"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM})
+_OPS = MappingProxyType({"avg": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX})
 
 
 def _options(kind: type, op: str | None = None) -> Any:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.dist.twin import assert_grads, on_ranks, randn, shard
-from tests.harness import cached_mesh, fake_world
+from tests.harness import cached_mesh, current_double, fake_world
 from tests.models import CASES
 from tests.unit.refusals import refuses
-from torch_gtp import WeightPlan, clip_grad_norm_
+from torch_gtp import WeightPlan, clip_grad_norm_, grad_norm
 
 # A norm is a sum of squares over shards instead of over tensors: a few units of fp32's 6e-8
 RTOL = 1e-6
@@ -128,6 +128,110 @@ def test_a_norm_that_is_not_finite_raises_when_asked(rank, world):
     assert clip_grad_norm_(model.parameters(), 1.0).isinf()
 
 
+@on_ranks(2)
+def test_nan_on_one_rank_is_everyones_in_a_maximum_too(rank, world):
+    for norm_type in NORM_TYPES:
+        for name in ("0.weight", "0.bias"):  # a shard; a replica, of which coordinate 0 is counted
+            model = shard(CASE.build())
+            run(model)
+            if rank == (1 if name == "0.weight" else 0):
+                model.get_parameter(name).grad.to_local().view(-1)[0] = math.nan
+            assert grad_norm(model.parameters(), norm_type).isnan(), (norm_type, name)
+
+
+@on_ranks(2)
+def test_gradients_stay_as_they_are_when_the_norm_raises(rank, world):
+    model = shard(CASE.build())
+    run(model)
+    model[0].weight.grad.to_local()[0, 0] = math.nan
+    before = [param.grad.to_local().clone() for param in model.parameters()]
+    with refuses(RuntimeError, "not finite (nan)"):
+        clip_grad_norm_(model.parameters(), 1e-3, error_if_nonfinite=True)
+    for param, grad in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.grad.to_local(), grad, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- every element once
+
+
+class Everything(nn.Module):
+    """Sizes that divide by nothing: rows, columns, replicas, a tied weight, experts, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.up, self.down = nn.Linear(6, 13), nn.Linear(13, 6)
+        self.across = nn.Linear(7, 5, bias=False)
+        self.whole = nn.Linear(3, 5, bias=False)
+        self.norm = nn.LayerNorm(6)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.experts = nn.Parameter(torch.ones(3, 7, 5))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return x
+
+
+ELEMENTS = 11 * 6 + (13 * 6 + 13) + (6 * 13 + 6) + 5 * 7 + 5 * 3 + 2 * 6 + 1 + 3 * 7 * 5
+
+# Axes of the mesh, and of that of the experts if they have one of their own
+ONES = {
+    "gtp_remat=4": ({"gtp_remat": 4}, None),
+    "dp=4": ({"dp": 4, "gtp_remat": 1}, None),
+    "dp=2 gtp_remat=2": ({"dp": 2, "gtp_remat": 2}, None),
+    "tp=4": ({"tp": 4, "gtp_remat": 1}, None),
+    "tp=2 gtp_remat=2": ({"tp": 2, "gtp_remat": 2}, None),
+    "gtp_remat=2 tp=2": ({"gtp_remat": 2, "tp": 2}, None),
+    "dp=2 tp=2": ({"dp": 2, "tp": 2, "gtp_remat": 1}, None),
+    "gtp_remat=4, experts edp=2 gtp_remat=2": ({"gtp_remat": 4}, {"edp": 2, "gtp_remat": 2}),
+    "tp=2 gtp_remat=2, experts edp=2 gtp_remat=2": ({"tp": 2, "gtp_remat": 2}, {"edp": 2, "gtp_remat": 2}),
+    "dp=2 gtp_remat=2, experts edp=4": ({"dp": 2, "gtp_remat": 2}, {"edp": 4, "gtp_remat": 1}),
+}
+
+
+def mesh_of(axes):
+    return cached_mesh(tuple(axes.values()), tuple(axes))
+
+
+def norm_of_ones(topology):
+    """The norm of gradients of ones, and its collectives."""
+    axes, expert_axes = ONES[topology]
+    mesh, model = mesh_of(axes), Everything()
+    plan = {"across.weight": WeightPlan(shard_dim=1), "whole.weight": WeightPlan(replicate=True)}
+    if expert_axes is not None:
+        plan["experts"] = WeightPlan(mesh=mesh_of(expert_axes), shard_dim=2)
+    if "tp" in axes:
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = nn.ModuleList([shard(model, mesh, plan=plan), nn.Linear(3, 3)])  # the last as an adapter, not sharded
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with current_double().section() as calls:
+        norm = grad_norm(model.parameters())
+    return norm, calls
+
+
+@pytest.mark.parametrize("topology", ONES)
+@on_ranks(4)
+def test_the_norm_of_ones_is_the_root_of_the_number_of_elements_in_one_collective(rank, world, topology):
+    """Exactly: sums of squares are whole numbers in fp64, and the root is rounded once."""
+    norm, calls = norm_of_ones(topology)
+    assert norm == torch.tensor(ELEMENTS + 3 * 3 + 3, dtype=torch.float64).sqrt().float(), norm.item() ** 2
+    assert [(call.op, call.reduction, call.nbytes, call.group_size) for call in calls] == [("all_reduce", "sum", 8, 4)]
+
+
+@on_ranks(4)
+def test_meshes_of_other_ranks_have_a_collective_of_their_own(rank, world):
+    small = cached_mesh((2, 2), ("pp", "gtp_remat"))["gtp_remat"]
+    model = shard(CASE.build(), plan={"2.weight": WeightPlan(mesh=small)})
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with current_double().section() as calls:
+        norm = grad_norm(model.parameters(), 1.0)
+    assert norm == sum(param.numel() for param in model.parameters())
+    assert sorted(call.group_size for call in calls) == [2, 4]
+
+
 def test_nothing_to_clip_has_norm_zero():
     assert clip_grad_norm_([], 1.0) == 0
     assert clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0) == 0
@@ -146,5 +250,25 @@ def test_a_partial_gradient_is_refused():
         mesh = cached_mesh((2,), ("gtp_remat",))
         weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
         weight.grad = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        with refuses(ValueError, "clip_grad_norm_", "partial sum", "reduce it first"):
+        with refuses(ValueError, "clip_grad_norm_", "parameter 0, shape (2,)", "partial sum", "reduce it first"):
             clip_grad_norm_([weight], 1.0)
+
+
+def test_a_norm_type_that_is_no_norm_and_sparse_gradients_are_refused():
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    for norm_type in (0, -1.0, -math.inf, math.nan):
+        with refuses(ValueError, "grad_norm(norm_type=...)", "positive", str(float(norm_type))):
+            grad_norm([weight], norm_type)
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with refuses(ValueError, "clip_grad_norm_: the gradient of parameter 1, shape (3, 2), is sparse", "sparse=False"):
+        clip_grad_norm_([weight, embedding.weight], 1.0)
+
+
+def test_the_norm_has_the_precision_of_the_widest_gradient():
+    weights = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    assert grad_norm(weights[:1]).dtype == grad_norm(weights[:2]).dtype == torch.float32
+    assert grad_norm(weights).dtype == torch.float64

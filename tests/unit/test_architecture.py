@@ -20,7 +20,8 @@ ORDER = [
     "_policy", "_dtensor_layout", "_collectives", "_buffers", "_chain", "_state", "_runtime", "_autograd",
     "_replicate", "_first_call", "_hooks", "_linear", "_freshness", "_access", "_tp_styles", "_module", "_composable",
     "_init", "_mesh", "clip", "debug",
-    "optim._newton_schulz", "optim._plan", "optim._pipeline", "optim._groups", "optim._muon", "optim",
+    "optim._newton_schulz", "optim._plan", "optim._pipeline", "optim._groups", "optim._muon",
+    "optim._split", "optim._shard_states", "optim",
     "checkpoint._files", "checkpoint._safetensors", "checkpoint._dcp", "checkpoint._hf", "checkpoint",
     "__init__",
 ]  # fmt: skip
