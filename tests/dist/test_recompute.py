@@ -7,6 +7,7 @@ the forward is kept for the backward that follows at once, where autograd saves 
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter
 from functools import partial
 
@@ -449,6 +450,15 @@ def test_the_output_of_a_recomputed_model_is_that_of_the_plain_model(rank, world
 # ---- memory
 
 
+def settled_tensors():
+    """Tensors that are alive; the fewest of several looks, since threads of gloo let go of theirs a moment later."""
+    counts = []
+    for _ in range(5):
+        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+        time.sleep(0.02)
+    return min(counts)
+
+
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @on_ranks(2)
 def test_twenty_steps_leave_nothing_behind(rank, world, way):
@@ -461,9 +471,9 @@ def test_twenty_steps_leave_nothing_behind(rank, world, way):
             model.zero_grad()
             if step in (1, 21):
                 gc.collect()
-                tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-                sizes.append((library_objects(), tensors))
-    assert sizes[0] == sizes[1]
+                sizes.append((library_objects(), settled_tensors()))
+    assert sizes[0][0] == sizes[1][0]
+    assert sizes[1][1] <= sizes[0][1]  # the process is shared: what earlier tests left may go meanwhile
 
 
 @pytest.mark.parametrize("way", [plainly, non_reentrant, reentrant, offloaded], ids=lambda way: way.__name__)
