@@ -26,6 +26,7 @@ from tests.dist.twin import (
     plain_grads,
     randn,
     seeded,
+    settled_tensors,
     shard,
     training_run,
 )
@@ -308,10 +309,10 @@ def test_twenty_models_built_used_and_deleted_leave_nothing(rank, world):
             assert meter.live_count == 0
             if repeat in (1, 21):
                 gc.collect()
-                tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
                 hooks = len(_global_optimizer_pre_hooks)
-                sizes.append((library_objects(), tensors, hooks))
-    assert sizes[0] == sizes[1]
+                sizes.append(((library_objects(), hooks), settled_tensors()))
+    assert sizes[0][0] == sizes[1][0]
+    assert sizes[1][1] <= sizes[0][1]  # the process is shared: what earlier tests left may go meanwhile
 
 
 @on_ranks(2)

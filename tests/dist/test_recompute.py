@@ -7,7 +7,6 @@ the forward is kept for the backward that follows at once, where autograd saves 
 from __future__ import annotations
 
 import gc
-import time
 from collections import Counter
 from functools import partial
 
@@ -38,6 +37,7 @@ from tests.dist.twin import (
     plain_grads,
     randn,
     seeded,
+    settled_tensors,
     shard,
 )
 from tests.harness import current_double
@@ -448,15 +448,6 @@ def test_the_output_of_a_recomputed_model_is_that_of_the_plain_model(rank, world
 
 
 # ---- memory
-
-
-def settled_tensors():
-    """Tensors that are alive; the fewest of several looks, since threads of gloo let go of theirs a moment later."""
-    counts = []
-    for _ in range(5):
-        counts.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
-        time.sleep(0.02)
-    return min(counts)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
