@@ -1,8 +1,8 @@
 """``nn.Linear`` in one autograd node: what the two GEMMs of its backward need, in the order that hides the most.
 
-The general path (a gathered weight that any operator may read) spends half of its host time on being general: saved-tensor
-hooks, views, a node to hand the weight out and one to transpose its gradient. A plain ``nn.Linear`` needs none of it. The
-gradient's GEMM also writes the reduce-scatter's input itself, padding left over, instead of being copied there.
+The general path (a gathered weight that any operator may read) pays for being general: saved-tensor hooks, views, a node to hand
+the weight out and one to transpose its gradient. A plain ``nn.Linear`` needs none of it. The gradient's GEMM also writes the
+reduce-scatter's input itself, padding left over, instead of being copied there.
 Everything else about a use (its turn, its landing node, its reduction) is the general path's; whatever is unusual takes that.
 """
 
