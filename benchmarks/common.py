@@ -9,6 +9,7 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllreduceOptions
@@ -71,6 +73,30 @@ def assert_sharded(model: nn.Module, world: int) -> None:
         rows = len(param.to_local() if isinstance(param, DTensor) else param)
         if param.ndim == 2 and rows > -(-len(param) // world):
             raise RuntimeError(f"{name} is not sharded: rank 0 of {world} holds {rows} of {len(param)} rows")
+
+
+# Several processes
+
+
+def run_processes(worker: Callable[..., None], world: int, options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    """`worker(rank, world, options, folder)` in `world` processes: what one of them left in `folder/result.json`.
+
+    `limit`: seconds until all of them are ended, and a `TimeoutError` is raised.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(worker, (world, options, folder), nprocs=world, join=False)
+        try:
+            deadline = time.monotonic() + limit
+            # Joining returns as soon as one process has ended, and raises if it failed.
+            while not context.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{world} processes did not finish within {limit:.0f} s")
+        finally:
+            for process in context.processes:
+                process.kill()
+        with open(os.path.join(folder, "result.json")) as file:
+            result: dict[str, Any] = json.load(file)
+    return result
 
 
 # One process that stands for many

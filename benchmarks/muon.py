@@ -22,7 +22,6 @@ import argparse
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -30,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -190,20 +188,7 @@ def worker(rank: int, world: int, options: argparse.Namespace, folder: str) -> N
 
 
 def run_world(options: argparse.Namespace, world: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(worker, (world, options, folder), nprocs=world, join=False)
-        try:
-            deadline = time.monotonic() + TIMEOUT_S
-            # Joining returns as soon as one process has ended, and raises if it failed.
-            while not context.join(timeout=1.0):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{world} processes did not finish within {TIMEOUT_S:.0f} s")
-        finally:
-            for process in context.processes:
-                process.kill()
-        with open(os.path.join(folder, "result.json")) as file:
-            result: dict[str, Any] = json.load(file)
-    return result
+    return common.run_processes(worker, world, options, TIMEOUT_S)
 
 
 # Computing

@@ -17,13 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -99,19 +96,7 @@ def worker(rank: int, world: int, options: argparse.Namespace, folder: str) -> N
 
 
 def run_world(options: argparse.Namespace, world: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(worker, (world, options, folder), nprocs=world, join=False)
-        try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while not context.join(timeout=1.0):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{world} processes did not finish within {TIMEOUT_S:.0f} s")
-        finally:
-            for process in context.processes:
-                process.kill()
-        with open(os.path.join(folder, "result.json")) as file:
-            result: dict[str, Any] = json.load(file)
-    return result
+    return common.run_processes(worker, world, options, TIMEOUT_S)
 
 
 def parse() -> argparse.Namespace:

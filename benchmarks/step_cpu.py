@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -185,19 +183,7 @@ def worker(rank: int, world: int, options: argparse.Namespace, folder: str) -> N
 
 
 def run_world(options: argparse.Namespace, world: int) -> Result:
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(worker, (world, options, folder), nprocs=world, join=False)
-        try:
-            deadline = time.monotonic() + TIMEOUT_S
-            # Joining returns as soon as one process has ended, and raises if it failed.
-            while not context.join(timeout=1.0):
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{world} processes did not finish within {TIMEOUT_S:.0f} s")
-        finally:
-            for process in context.processes:
-                process.kill()
-        with open(os.path.join(folder, "result.json")) as file:
-            raw = json.load(file)
+    raw = common.run_processes(worker, world, options, TIMEOUT_S)
     return Result({name: Timing(**values) for name, values in raw["timings"].items()}, raw["errors"])
 
 

@@ -19,6 +19,7 @@ from tests.dist.twin import (
     assert_grads,
     check_twin,
     events,
+    graph_nodes,
     hybrid_mesh,
     on_ranks,
     plain_grads,
@@ -98,16 +99,6 @@ def test_the_engine_finds_one_older_node_per_use_in_the_graph(rank, world, one_n
     assert {node.next_functions[0][0].variable for node in landings} == {model[0].weight, model[2].weight}
     first_use, last_use = sorted(uses, key=lambda node: node._sequence_nr())
     assert last_use.next_functions[0][0]._sequence_nr() < first_use._sequence_nr()
-
-
-def graph_nodes(root):
-    found, stack = {}, [root.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in found:
-            found[node] = None
-            stack.extend(following for following, _ in node.next_functions)
-    return list(found)
 
 
 # ---- the token

@@ -19,6 +19,7 @@ from tests.dist.twin import (
     assert_grads,
     check_twin,
     events,
+    graph_nodes,
     on_ranks,
     plain_grads,
     randn,
@@ -30,13 +31,7 @@ from tests.models import MLP
 
 
 def nodes_of(loss):
-    found, stack = set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            stack.extend(following for following, _ in node.next_functions)
-    return [node.name() for node in found]
+    return [node.name() for node in graph_nodes(loss)]
 
 
 def takes_the_node(output):

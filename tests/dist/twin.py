@@ -175,6 +175,19 @@ def check_twin(
 
 # ---- watching
 
+
+def graph_nodes(root: Tensor) -> list[Any]:
+    """Every autograd node that a backward from `root` would run."""
+    found: dict[Any, None] = {}
+    stack: list[Any] = [root.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            stack.extend(following for following, _ in node.next_functions)
+    return list(found)
+
+
 _VERBS = {
     "issue_gather": "gather",
     "wait_gather": "wait",
